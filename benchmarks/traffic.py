@@ -53,7 +53,7 @@ UNTOUCHED: dict[str, frozenset[str]] = {
     "scores_bwd_sm90_kernel": frozenset(
         {"x.q.ptr", "x.k.ptr", "x.h", "x.dh", "x.decay", "x.anchors"} | FOR_LOCAL
     ),
-    "safe_bwd_sm90_kernel": frozenset({"x.v.ptr", "x.o", "x.decay", "out.dv"}),
+    "safe_bwd_sm90_kernel": frozenset({"x.v.ptr", "x.o", "x.decay"}),
     "beta_bwd_kernel": NOTHING,
     "rate_grads_kernel": NOTHING,
 }

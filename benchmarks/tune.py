@@ -276,7 +276,7 @@ def stages(
     kept = c._replace(rule=rule._replace(keep_intermediates=True))  # no concurrent scan
 
     def scan_bwd(concurrent: bool = False) -> tuple:
-        return backend.scan_bwd(spec, dout, None, want_start=False, concurrent=concurrent)
+        return backend.scan_bwd(spec, x, dout, None, want_start=False, concurrent=concurrent)
 
     dscan, _ = scan_bwd()
 
@@ -292,7 +292,7 @@ def stages(
         chunks, _ = backend.restore(spec, x, backend.keep(spec, c, None, None), o)
         states = backend.scan(spec, chunks, None)
         dout = backend.output_bwd(spec, chunks, do)
-        return backend.scan_bwd(spec, dout, None, want_start=False, concurrent=True), states()
+        return backend.scan_bwd(spec, x, dout, None, want_start=False, concurrent=True), states()
 
     def gated() -> tuple:
         return gated_operands(rule, packing, x, c.rows, c.anchors, backend.tuning)

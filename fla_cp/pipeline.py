@@ -330,7 +330,8 @@ def run_segments_backward(
     chunks, dout, states = values
     states.start()
     dS_end = join(_from_sequences(spec, spec.packing.ending, dfinal), wait())
-    dscan, dS0 = run.scan_bwd(spec, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
+    wanted = {"want_start": want_dinitial, "concurrent": concurrent}
+    dscan, dS0 = run.scan_bwd(spec, x, dout, dS_end, **wanted)
     grads = run.intra_bwd(spec, x, chunks, states.wait(), dscan)
     if not want_dinitial:
         return grads, None

@@ -158,7 +158,14 @@ class Backend(ABC):
 
     @abstractmethod
     def scan_bwd(
-        self, spec: Spec, dout: Any, dS_end: States | None, *, want_start: bool, concurrent: bool
+        self,
+        spec: Spec,
+        x: Inputs,
+        dout: Any,
+        dS_end: States | None,
+        *,
+        want_start: bool,
+        concurrent: bool,
     ) -> tuple[Any, Tensor | None]:
         """The reverse scan: gradients at the chunks, and where wanted those of the states that
         enter the segments, [S, HV, K, V]."""

@@ -310,7 +310,7 @@ def test_other_threads_launch_meanwhile(compiler):
 
 def beta_arguments():
     beta = torch.empty(16, 4)
-    return beta, torch.empty(2, 16, 4), beta, 64, 4, 1.0, 4, 2, True, 1024
+    return beta, torch.empty(2, 16, 4), beta, 64, 4, 1.0, 4, 2, True, False, 1024
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ TILE = ("S.BT", "S.BK", "S.BV", "S.NS", "num_warps", "num_stages", "maxnreg")
 """Facts of a variant that the length of a chunk and the tile decide. A tile may depend on how many
 chains there are."""
 
-FOLLOW = ("FLIP", "TILES", "SHARES", "FIRST", "S.TRANSPOSED")
+FOLLOW = ("FLIP", "TILES", "SHARES", "FIRST", "S.TRANSPOSED", "TIMES_BETA")
 """Constants that follow from the tiles, the kernel's own or another's, or from the direction."""
 
 OPERATORS = {

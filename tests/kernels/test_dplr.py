@@ -172,7 +172,7 @@ def test_stages_of_any_rows(safe):
         dout = backend.output_bwd(spec, chunks, do.to(dtype))
         states = backend.scan(spec, chunks, None)()
         dS_end = States(spec.packing.ending, dS.to(dtype))
-        dscan, _ = backend.scan_bwd(spec, dout, dS_end, want_start=False, concurrent=False)
+        dscan, _ = backend.scan_bwd(spec, x, dout, dS_end, want_start=False, concurrent=False)
         grads = backend.intra_bwd(spec, x, chunks, states, dscan)
         named = {f"d{n}": t for n, t in zip(grads._fields, grads, strict=True) if t is not None}
         return {"o": o, "S_end": S_end} | named

@@ -209,7 +209,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
         assert (a - b).abs().max() <= 1e-6 * b.abs().max()
     grads = backend.output_bwd(spec, c, torch.randn_like(x.v))
     dS = States((0,), torch.randn(1, H, V, K).mT)
-    _, dS0 = backend.scan_bwd(spec, grads, dS, want_start=True, concurrent=False)
+    _, dS0 = backend.scan_bwd(spec, x, grads, dS, want_start=True, concurrent=False)
     assert {S0.data_ptr(), dS.value.data_ptr()} <= set(read)
     for state in (h, S_end, dS0):
         assert state.shape[-2:] == (K, V)

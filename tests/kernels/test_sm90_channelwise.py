@@ -17,7 +17,7 @@ from fla_cp.kernels.sm90 import (
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import empty_chunks, intra, intra_in_two
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, saved, tables
+from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.kernels.triton.tile_table import QUARTERS_BWD, STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
@@ -230,13 +230,15 @@ def test_a_backward_tile_that_the_kernel_lacks_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the forward's, unread
+@pytest.mark.parametrize("reads_dv", [False, True])
 @pytest.mark.parametrize(
     "tile, strongest", [(TALL_BWD, 0.3), (QUARTERS_BWD, 0.3), (QUARTERS_BWD, 12.0)], ids=str
 )
-def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, strongest):
+def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, strongest, reads_dv):
     """A pair adds to the gradient of gc at its row what it subtracts at its column, so without
     states nothing is left for the first token's decay, however operands are rounded to bf16. And
-    gradients err by this rounding alone, however strong decays are."""
+    gradients err by this rounding alone, however strong decays are. With dv in the place of y,
+    scores are those of rows of k without beta."""
     monkeypatch.setattr(bundles, "SAFE_DTYPES", (torch.bfloat16,))
     torch.manual_seed(0)
     rule = DeltaRule(scale=1.0, gate="given", lower_bound=None, safe_gate=True, qk_l2norm=False)
@@ -248,6 +250,7 @@ def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, stron
     scores = torch.randn(1, 1, 2, 64, 64).tril(-1).bfloat16()
     like = {n: torch.zeros_like(t) for n, t in (("dq", q), ("dk", k), ("dg", g))}
     rest = {
+        "dv": torch.zeros_like(x.v),
         "shares": torch.zeros(3, 64, 1),
         "scores": scores,
         "row_grads": torch.zeros(1, 1, 3, 64),
@@ -261,7 +264,7 @@ def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, stron
             h=empty(K, K),
             dh=empty(K, K),
             v_new=empty(64, K),
-            y=empty(64, K),
+            y=None if reads_dv else empty(64, K),
             rows=c.rows,
             decay=c.decay,
             anchors=c.anchors,
@@ -276,7 +279,9 @@ def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, stron
     below = torch.ones(64, 64, dtype=torch.bool).tril()
     weight = between.masked_fill(~below[..., None], 0).exp()
     of_q = (rows[:, None] * keys * weight).sum(-1)
-    of_k = (keys[:, None] * keys * weight).sum(-1) * c.rows[0, 0, 0].double()[:, None]
+    of_k = (keys[:, None] * keys * weight).sum(-1)
+    if not reads_dv:
+        of_k = of_k * c.rows[0, 0, 0].double()[:, None]
     total = (scores[0, 0, 0] * of_q).sum() + (scores[0, 0, 1] * of_k).sum()
     exact = torch.autograd.grad(total, (rows, keys, log_decay))
     for name, wanted in zip(("dq", "dk", "dg"), exact, strict=True):
@@ -322,10 +327,10 @@ def test_what_calls_take_by_themselves(name, change):
         x = x._replace(v=x.v[..., :64].contiguous())
     x, c = empty_chunks(rule, Packing.build(OFFSETS), x, Tuning())
     paths = bundles.local_paths(rule, torch.float32)
-    read = saved(x, c, (x.v, x.v), ScanGrads(x.v, x.v, x.v))
+    do = bundles.rows(x.v)
     taken = name in TAKEN and change in ("", "V")
     assert intra_channelwise.takes(x, c, paths) == taken
-    assert intra_channelwise_bwd.takes(x, c, read, paths) == (taken and change != "V")
+    assert intra_channelwise_bwd.takes(x, c, do, paths) == (taken and change != "V")
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -48,25 +48,35 @@ def drawn(rule: DeltaRule) -> dict[str, Any]:
     T, NC = OFFSETS[-1], len(bounds(OFFSETS))
     wide = torch.randn(T, HV, V + 16)
     new, y = torch.randn(2, NC, HV, 64, V)
+    rows = torch.rand(NC, HV, 3, 64)
+    rows[:, :, 0, ::9] = 2.0**-60
     for n, (a, b) in enumerate(bounds(OFFSETS)):
-        new[n, :, b - a :] = y[n, :, b - a :] = 0.0
+        new[n, :, b - a :] = y[n, :, b - a :] = rows[n, :, 0, b - a :] = 0.0
     return {
         "do": torch.randn(T, HV, V),
         "v": wide[..., :V],
         "o": torch.randn(T, HV, V) if rule.qk_l2norm else None,
         "v_new": new,
         "y": y,
-        "rows": torch.rand(NC, HV, 3, 64),
+        "rows": rows,
         "steep": None if rule.safe_gate else torch.randint(0, 2, (NC, HV), dtype=torch.int32),
     }
 
 
-def launched_on(rule: DeltaRule, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the kernel writes, by name of `Grads`; NaN where it writes nothing."""
+def by_token(x: torch.Tensor) -> torch.Tensor:
+    """Rows of chunks [NC, HV, 64, ..] as rows of tokens [T, HV, ..]."""
+    return torch.cat([x[n, :, : b - a].transpose(0, 1) for n, (a, b) in enumerate(bounds(OFFSETS))])
+
+
+def launched_on(
+    rule: DeltaRule, given: dict[str, Any], dv: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """What the kernel writes, by name of `Grads`; NaN where it writes nothing. dv: what it reads
+    instead of y."""
     T, NC, nan = OFFSETS[-1], len(given["y"]), float("nan")
     packing = Packing.build(OFFSETS)
     written = {
-        "dv": torch.full((T, HV, V), nan),
+        "dv": torch.full((T, HV, V), nan) if dv is None else dv.clone(),
         "shares": torch.full((1, T, HV), nan),
         "scores": torch.full((NC, HV, 2, 64, 64), nan),
         "row_grads": torch.full((NC, HV, 3, 64), nan),
@@ -74,10 +84,12 @@ def launched_on(rule: DeltaRule, given: dict[str, Any]) -> dict[str, torch.Tenso
     in_rows = {n: bundles.rows(given[n]) for n in ("do", "v")}
     none: tuple = (None,) * len(bundles.Saved._fields)
     read = bundles.Saved(*none)._replace(**given | in_rows)
+    if dv is not None:
+        read = read._replace(y=None)
     out = bundles.Grads(*(None,) * len(bundles.Grads._fields))._replace(**written)
     inputs = Inputs(*(None,) * len(Inputs._fields))._replace(q=given["do"], v=given["v"])
     nothing: Any = (None,) * 10
-    c = Chunks(*nothing, rule)._replace(decay=torch.empty(NC, HV, 128))
+    c = Chunks(*nothing, rule)._replace(decay=torch.empty(NC, HV, 128), o=given["o"])
     R = bundles.rule_options(rule, torch.float32)
     with interpreted() as launched:
         where = tables(packing, torch.device("cpu"))
@@ -86,18 +98,24 @@ def launched_on(rule: DeltaRule, given: dict[str, Any]) -> dict[str, torch.Tenso
     return written
 
 
+@pytest.mark.parametrize("reads_dv", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_the_kernel_writes_what_is_defined(name):
+def test_the_kernel_writes_what_is_defined(name, reads_dv):
+    """Also if it reads dv, which it then does not write: with beta in what it forms for rows."""
     changes: dict[str, Any] = {"qk_l2norm": True, "gate": "softplus", **RULES[name]}
     rule = DeltaRule(scale=0.1, **changes)
     given = drawn(rule)
-    found = launched_on(rule, given)
+    values = by_token(given["y"] * given["rows"][:, :, 0, :, None])
+    found = launched_on(rule, given, values if reads_dv else None)
+    assert not reads_dv or torch.equal(found["dv"], values)
     x = {n: t.double() for n, t in given.items() if t is not None}
     chunks = {n: [chunk(x[n][a:b]) for a, b in bounds(OFFSETS)] for n in ("do", "v", "o") if n in x}
     do, v = torch.stack(chunks["do"]), torch.stack(chunks["v"])
     beta, y, new = x["rows"][:, :, 0], x["y"], x["v_new"]
     dbeta = (v * y).sum(-1)
-    both = torch.stack((do @ new.mT, -(y @ new.mT)), 2)
+    k_dk = 2 * (new * y).sum(-1) - beta * dbeta
+    factor = beta if reads_dv else torch.ones_like(beta)
+    both = torch.stack((do @ new.mT, -factor[..., None] * (y @ new.mT)), 2)
     exact = both.tril(-1)
     if not rule.safe_gate:
         exact = exact + exact.mT * x["steep"][:, :, None, None, None]
@@ -108,13 +126,11 @@ def test_the_kernel_writes_what_is_defined(name):
     pairs["diagonal"] = planes[0], both[:, :, 0].diagonal(dim1=-2, dim2=-1)
     if rule.qk_l2norm:
         pairs["q dq"] = planes[1], (do * torch.stack(chunks["o"])).sum(-1)
-        pairs["k dk"] = planes[2], 2 * (new * y).sum(-1) - beta * dbeta
+        pairs["k dk"] = planes[2], k_dk
     else:
         assert found["row_grads"][:, :, 1:].isnan().all()
-    for part, value in (("dv", y * beta[..., None]), ("shares", dbeta[..., None])):
-        taken = [value[n, :, : b - a].transpose(0, 1) for n, (a, b) in enumerate(bounds(OFFSETS))]
-        wanted = torch.cat(taken)
-        pairs[part] = found[part].reshape(wanted.shape), wanted
+    pairs["dv"] = found["dv"], by_token(y * beta[..., None])
+    pairs["shares"] = found["shares"][0], by_token(factor * dbeta)
     for part, (value, wanted) in pairs.items():
         error = (value.double() - wanted).abs().max()
         assert error <= 2e-6 * wanted.abs().max(), (part, error)
@@ -141,7 +157,7 @@ def test_what_the_kernel_does_not_support_is_refused(change):
     T = OFFSETS[-1]
     changed, reason = {
         "V": ({"v": given["v"][..., :64]}, "V must be 128, got 64"),
-        "dtype": ({"o": given["o"].double()}, "the dtype of v_new"),
+        "dtype": ({"o": given["o"].double()}, "the dtype of v"),
         "row": ({"do": torch.zeros(T, HV, V + 2)[..., :V]}, "aligned"),
     }[change]
     with pytest.raises(ValueError, match=reason):

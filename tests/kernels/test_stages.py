@@ -123,7 +123,7 @@ def test_scan_output_and_their_adjoints(name):
     assert_exact("o", output(spec, c, h, v_new), o.detach())
     assert_exact("S_end", last, S_end.detach())
     dout = output_bwd(spec, c, do)
-    dscan, dS0 = scan_bwd(spec, dout, States(everything, dS), **ALONE)
+    dscan, dS0 = scan_bwd(spec, inputs, dout, States(everything, dS), **ALONE)
     grads = intra_bwd(spec, inputs, c, (h, v_new), dscan)
     assert_exact("dS0", dS0, exact[-1])
     for label, a, b in zip(Inputs._fields[:5], grads[:5], exact[:5], strict=True):
@@ -163,7 +163,7 @@ def test_summaries_give_the_states_between_segments(cu, size):
     for i, S in zip(states.segments, states.value, strict=True):
         assert_exact(f"state entering {i}", S, S_end[i - 1])
     everything = States(ends.segments + dstates.segments, torch.cat([ends.value, dstates.value]))
-    _, dS0 = scan_bwd(spec, dout, everything, **ALONE)
+    _, dS0 = scan_bwd(spec, packed_inputs(cu[-1]), dout, everything, **ALONE)
     for i, dS in zip(dstates.segments, dstates.value, strict=True):
         assert_exact(f"gradient leaving {i}", dS, dS0[i + 1])
 

@@ -108,11 +108,11 @@ def test_bytes_of_a_call(sms):
         "local forward": 3 * unit + beta + formed + anchors + 3 * unit,
         # v, o, qg, k_decayed, kg
         "summary and scan": 5 * unit + formed,
-        # g, k, v, h, v_new without Aqk, and q, g, k, do, y, dh
+        # g, k, v, h, v_new without Aqk, and q, g, k, do, dv, dh
         "states again and reverse scan": 9 * unit + 2 * states + 2 * formed - square,
-        # do, y, v_new, v, o, dv; dAqk and dAkk
-        "scores' gradients": 6 * unit + 2 * square + 2 * rows + shares,
-        # q, k, g, do, y, v_new, dq, dk, dg; h and dh
+        # do, dv, v_new, v, o; dAqk and dAkk
+        "scores' gradients": 5 * unit + 2 * square + 2 * rows + shares,
+        # q, k, g, do, dv, v_new, dq, dk, dg; h and dh
         "local backward": 9 * unit + 2 * states + 2 * square + 2 * rows + shares + anchors
         + decay + parts,
         "sums of gradients": shares + 2 * beta + parts + decay,

@@ -213,6 +213,10 @@ def _where(condition: Any, x: Any, y: Any) -> Tensor:
     return torch.where(condition, torch.as_tensor(x), torch.as_tensor(y))
 
 
+def _fma(x: Tensor, y: float, z: Tensor) -> Tensor:
+    return (x.double() * y + z.double()).to(x.dtype)
+
+
 def _sums(x: Tensor, axis: int, add: Any, reverse: bool = False) -> Tensor:
     return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
 
@@ -326,7 +330,7 @@ def interpreted() -> Iterator[list[str]]:
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), abs=torch.abs,
         num_warps=nothing,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
-        associative_scan=_sums,
+        associative_scan=_sums, fma=_fma,
         maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         floor=torch.floor, rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,

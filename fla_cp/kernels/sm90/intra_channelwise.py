@@ -43,7 +43,7 @@ from fla_cp.kernels.triton.device.bundles import (
     shape,
 )
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, STEEPEST
-from fla_cp.kernels.triton.device.gates import LOG2E
+from fla_cp.kernels.triton.device.gates import LOG2E, SMALLEST_BETA
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
@@ -362,6 +362,9 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         b_beta = raw_beta.to(gl.float32)
     if R.BETA_SIGMOID:
         b_beta = gl.where(i_b < n_rows, beta.factor * sigmoid(1.0, b_beta), 0.0)
+    # Like `away_from_zero`, since the backward may divide by it.
+    small = (i_b < n_rows) & (gl.abs(b_beta) < SMALLEST_BETA)
+    b_beta = gl.where(small, SMALLEST_BETA, b_beta)
     gl.store(at + i_b, b_beta, mask=i_b < S.BT)
     s_beta.store(b_beta)
     scale_rows(s_q, s_k, s_scales, s_diagonal, at, scale, none, S, R)

@@ -11,6 +11,9 @@ two. Pairs of a row in the second half and a column in the first have another fa
 multiplies the columns before the products for rows, and the results of the products for columns.
 Since it is a power of two, rounded columns stay the same numbers, and what a pair adds to the
 gradient of gc at its row cancels at its column.
+
+If x.y is None, dv = beta y stands for y. Then that and the scores' gradients contain beta, the row
+factor is k instead of beta k, and this kernel's shares of dbeta are shares of beta dbeta.
 """
 
 from triton.experimental import gluon
@@ -46,6 +49,7 @@ from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import (
     store_references,
     times,
 )
+from fla_cp.kernels.sm90.intra_channelwise_bwd_scores import y_rows
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
 from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
@@ -132,7 +136,8 @@ def prefetch_inputs(x, gate, out, chunks, place, i_k, S: gl.constexpr):
     prefetch_tile(Rows(x.v_new + values, S.V, 0), S.BT - 1, SLAB, 2)
     scores = out.scores + i_ch * (2 * S.BT * S.BT)
     if S.REMOVAL != "none":
-        prefetch_tile(Rows(x.y + values, S.V, 0), S.BT - 1, SLAB, 2)
+        y, y_row, y_n = y_rows(x, out, start, i_ch, i_hv, last + 1, S)
+        prefetch_tile(Rows(y + shift, y_row, 0), y_n - 1, SLAB, 2)
         scores += i_k * (S.BT * S.BT)
     prefetch_tile(Rows(scores, S.BT, 0), S.BT - 1, SLAB, 2)
     q, k = rows_from(x.q, start, i_hv // S.G), rows_from(x.k, start, i_hv // S.G)
@@ -174,7 +179,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     copy_slab(x.h + states, S.V, SLAB, s_h.index(0), S.BT, S.V)
     copy_slab(do.ptr, do.row, n_rows, s_v.index(0), S.BT, S.V)
     if REMOVES:
-        copy_slab(x.y + values, S.V, S.BT, s_v.index(1), S.BT, S.V)
+        y, y_row, y_n = y_rows(x, out, start, i_ch, i_hv, n_rows, S)
+        copy_slab(y, y_row, y_n, s_v.index(1), S.BT, S.V)
     copy_slab(x.dh + states, S.V, SLAB, s_h.index(1), S.BT, S.V)
     copy_slab(x.v_new + values, S.V, S.BT, s_v.index(2), S.BT, S.V)
     async_copy.commit_group()
@@ -243,7 +249,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     later = chunk_and_head(program_ahead(AHEAD) // tiles, S.HV)
     prefetch_inputs(x, gate, out, chunks, later, i_k, S)
     s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
-    s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, rows of beta k
+    s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, of beta k
     s_o = s_v.index(2)._reinterpret(half, [2, S.BT, SLAB], wide)
     s_table = s_f.index(1)  # of references; there are no far columns then
     s_dl = s_o.index(1)._reinterpret(gl.float32, [2, SLAB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -282,7 +288,10 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     s_f.index(2).store((b_x * gl.load(at + Q_SCALE * S.BT)[:, None]).to(half))
     if REMOVES:
         b_x = s_x.index(1).load(acc).to(gl.float32) * f
-        s_f.index(3).store((b_x * (gl.load(at + K_SCALE * S.BT) * gl.load(at))[:, None]).to(half))
+        r_scale = gl.load(at + K_SCALE * S.BT)
+        if x.y is not None:
+            r_scale *= gl.load(at)
+        s_f.index(3).store((b_x * r_scale[:, None]).to(half))
     fence_async_shared()
     barrier()
 
@@ -346,7 +355,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         b_dr *= f
         share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
         gl.store(share + i * S.HV, k_scale * gl.sum(b_k * b_dr, 1), mask=i < n_rows)
-        b_dc += b_dr * gl.load(at)[:, None]
+        if x.y is not None:
+            b_dr *= gl.load(at)[:, None]
+        b_dc += b_dr
     barrier()
     b_q = s_x.index(0).load(acc).to(gl.float32)
     b_dc += (diagonal * q_scale)[:, None] * b_q
@@ -393,18 +404,18 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         gl.store(bias, gl.sum(gl.sum(d_raw, 1), 0))
 
 
-def why_not_bwd(x: Inputs, c: Chunks, read: Saved, R: RuleOptions) -> str:
+def why_not_bwd(x: Inputs, c: Chunks, do: Rows, R: RuleOptions) -> str:
     """Why the kernel does not support these chunks; "" if it does."""
     if x.v.shape[2] != 128:
         return f"V must be 128, got {x.v.shape[2]}"
-    if read.do.ptr.dtype != read.v_new.dtype or not aligned(read.do):
+    if do.ptr.dtype != x.v.dtype or not aligned(do):
         return "do has another dtype than v, or copies of 16 bytes are not aligned"
     return why_not(x, c, R)
 
 
-def takes(x: Inputs, c: Chunks, read: Saved, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
+def takes(x: Inputs, c: Chunks, do: Rows, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
     """Whether a call takes the kernel by itself, as `intra_channelwise.takes` says."""
-    return taken(x, c, paths) and not why_not_bwd(x, c, read, paths[0][1])
+    return taken(x, c, paths) and not why_not_bwd(x, c, do, paths[0][1])
 
 
 def safe_bwd(
@@ -413,7 +424,7 @@ def safe_bwd(
     """Launches the kernel. read, out: as `safe_bwd_kernel` takes them. Raises ValueError for chunks
     that the kernel does not support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
-    reason = why_not_bwd(x, c, read, R)
+    reason = why_not_bwd(x, c, read.do, R)
     if t.BK != 64:
         reason = f"BK must be 64, got {t.BK}"
     if reason:

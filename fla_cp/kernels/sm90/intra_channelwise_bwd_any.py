@@ -56,7 +56,7 @@ def safe_bwd(
     the kernel of the other chunks writes. Raises ValueError for chunks that the kernel does not
     support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
-    reason = why_not_bwd(x, c, read, R)
+    reason = why_not_bwd(x, c, read.do, R)
     if t.BK != 64:
         reason = f"BK must be 64, got {t.BK}"
     if reason:

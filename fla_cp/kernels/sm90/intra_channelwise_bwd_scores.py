@@ -8,6 +8,10 @@ thread's results are 8 neighbouring columns, which it stores as they are. A thre
 neighbouring values of a row as well. Products of small blocks take them as operands, since these
 may have their values in any order that both operands share. The diagonals of such products are the
 sums of v y and do o over values, and the diagonal of y v_new^T is that of v_new y.
+
+If x.y is None, the reverse scan wrote dv = beta y, which stands for y here. Then beta is a factor
+of the gradient of Akk, which therefore belongs to rows k and not to rows beta k, and of v's share
+of dbeta, which `beta_bwd` divides by beta.
 """
 
 from triton.experimental import gluon
@@ -26,7 +30,7 @@ from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import rows_from
-from fla_cp.kernels.triton.device.bundles import Grads, RuleOptions, Saved, shape
+from fla_cp.kernels.triton.device.bundles import Grads, Rows, RuleOptions, Saved, shape
 from fla_cp.kernels.triton.device.planes import (
     CHANNELWISE_PLANES,
     DIAGONAL,
@@ -37,6 +41,16 @@ from fla_cp.kernels.triton.device.planes import (
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables, after_local
 from fla_cp.kernels.triton.tile_table import Tile
+
+
+@gluon.jit
+def y_rows(x, out, start, i_ch, i_hv, n_rows, S: gl.constexpr):
+    """y of a chunk and head, or dv where that stands for y: the address of the first row, the
+    stride of rows, and how many there are."""
+    if x.y is None:
+        return out.dv + (start * S.HV + i_hv) * S.V, S.HV * S.V, n_rows
+    else:
+        return x.y + i_ch * (S.BT * S.V), S.V, S.BT
 
 
 @gluon.constexpr_function
@@ -128,12 +142,12 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
     s_y = gl.allocate_shared_memory(half, [S.BT, S.V], wide)
     s_new = gl.allocate_shared_memory(half, [S.BT, S.V], wide)
     # First what does not wait for the chunk's place among the tokens.
-    values = i_ch * (S.BT * S.V)
-    copy_slab(x.y + values, S.V, S.BT, s_y, S.BT, S.V)
     c = gl.arange(0, S.BT, gl.SliceLayout(1, flat))[:, None]
     o_v = gl.arange(0, S.V, gl.SliceLayout(0, flat))[None, :]
-    from_new = x.v_new + values + (token_of(c) * S.V + o_v)
+    from_new = x.v_new + i_ch * (S.BT * S.V) + (token_of(c) * S.V + o_v)
     async_copy.async_copy_global_to_shared(s_new, from_new, mask=c < S.BT)
+    y, y_row, y_n = y_rows(x, out, start, i_ch, i_hv, n_rows, S)
+    copy_slab(y, y_row, y_n, s_y, S.BT, S.V)
     do, v, at = rows_from(x.do, start, i_hv), rows_from(x.v, start, i_hv), start * S.HV + i_hv
     copy_slab(do.ptr, do.row, n_rows, s_do, S.BT, S.V)
     async_copy.commit_group()
@@ -166,10 +180,11 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
     dbeta = sums_of_products(b_y, b_v, rows)
     at = gl.load(chunks.start + i_c).to(gl.int64) * S.HV + i_hv
     gl.store(out.shares + at + i * S.HV, dbeta, mask=i < n_rows)
-    scale = gl.convert_layout(beta, gl.SliceLayout(1, of_values))[:, None]
-    i_v += none
-    to = (out.dv + at * S.V + i_v * (S.HV * S.V)) + o_v
-    gl.store(to, (b_y.to(gl.float32) * scale).to(half), mask=i_v < n_rows)
+    if x.y is not None:
+        scale = gl.convert_layout(beta, gl.SliceLayout(1, of_values))[:, None]
+        i_v += none
+        to = (out.dv + at * S.V + i_v * (S.HV * S.V)) + o_v
+        gl.store(to, (b_y.to(gl.float32) * scale).to(half), mask=i_v < n_rows)
 
     i += none
     j = gl.arange(0, S.BT, gl.SliceLayout(0, square))[None, :]
@@ -183,7 +198,12 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
     gl.store(to_rows + DIAGONAL * S.BT, diagonal_of(b_ds, i))
     b_ds = gl.where(below, b_ds, 0.0).to(half)
     if R.NORM:
-        gl.store(to_rows + K_DK * S.BT, 2.0 * diagonal_of(b_da, i) - beta * dbeta)
+        k_dk = 2.0 * diagonal_of(b_da, i)
+        if x.y is None:
+            k_dk = gl.where(i < n_rows, k_dk / beta, 0.0) - dbeta
+        else:
+            k_dk -= beta * dbeta
+        gl.store(to_rows + K_DK * S.BT, k_dk)
     if REMOVES:
         b_da = gl.where(below, b_da * -1.0, 0.0).to(half)
     if not R.SAFE:
@@ -201,14 +221,14 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
         gl.store(to_scores + S.BT * S.BT, b_da)
 
 
-def why_not(x: Inputs, read: Saved, R: RuleOptions) -> str:
+def why_not(x: Inputs, c: Chunks, do: Rows, R: RuleOptions) -> str:
     """Why the kernel does not support these chunks; "" if it does."""
-    half = read.v_new.dtype
+    half = x.v.dtype
     if x.v.shape[2] != 128:
         return f"V must be 128, got {x.v.shape[2]}"
-    if x.v.dtype != half or read.do.ptr.dtype != half or (R.NORM and read.o.dtype != half):
-        return f"v, do and o must have the dtype of v_new, {half}"
-    if not aligned(read.do):
+    if do.ptr.dtype != half or (R.NORM and (c.o is None or c.o.dtype != half)):
+        return f"do and o must have the dtype of v, {half}"
+    if not aligned(do):
         return "address and strides of do do not prove that copies of 16 bytes are aligned"
     return ""
 
@@ -219,7 +239,7 @@ def scores_bwd(
     """Launches the kernel. read, out: as `scores_bwd_kernel` takes them; R: options of the call.
     Raises ValueError for chunks that the kernel does not support."""
     (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
-    if reason := why_not(x, read, R):
+    if reason := why_not(x, c, read.do, R):
         raise ValueError(f"the tile {t} of stage scores_bwd cannot be used: {reason}")
     S = shape(after_local(c.rule), x.q.dtype, H, HV, K, V, t)
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}

@@ -47,6 +47,18 @@ class ScanBwdMore(NamedTuple):
 
 
 @gluon.jit
+def lost(x, half: gl.constexpr):
+    """What rounding x to `half` loses."""
+    if half == gl.bfloat16:
+        # The product is rounded at the eighth binary digit of x, where bf16 rounds x. To convert x
+        # and back would take a slow instruction (F2F) for each number.
+        c = x * 65537.0
+        return gl.fma(x, 65537.0, -c)
+    else:
+        return x - x.to(half).to(gl.float32)
+
+
+@gluon.jit
 def scan_chunks_back(
     places, barriers, results, dS_end, dS0, more, at, leaving, copies, S: gl.constexpr
 ):
@@ -119,9 +131,11 @@ def scan_chunks_back(
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 s_t = term(s_T.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
+            # What a_y loses by rounding is added: T's diagonal is 1.
             elif S.HEAD:
-                # What a_y loses by rounding is added: T's diagonal is 1.
                 b_y = warpgroup_mma(a_y, s_t, b_y - b_y.to(half).to(gl.float32), is_async=True)
+            elif dv is not None:
+                b_y = warpgroup_mma(a_y, s_t, lost(b_y, half), is_async=True)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
         b_dS = b_dS * s_decay.index(r).load(state)
@@ -150,8 +164,10 @@ def scan_chunks_back(
         if y is not None:
             s_y.permute((1, 0)).store(b_y.to(half))
         if dv is not None:
-            if REMOVES:
+            if REMOVES and S.HEAD:
                 b_y = b_y * s_rows.index(r * FACTORS).load(acc)
+            elif REMOVES:
+                b_y = b_y * b_beta * -1.0
             s_dv.permute((1, 0)).store(b_y.to(half))
         if REMOVES and S.HEAD:
             b_dS, a_x, a_o = warpgroup_mma_wait(0, deps=(b_dS, a_x, a_o))

@@ -315,6 +315,7 @@ def scan_bwd_gated_sm90_kernel(
     decay,
     y,
     dh,
+    dv,
     dS_end,
     dS0,
     more,
@@ -333,7 +334,7 @@ def scan_bwd_gated_sm90_kernel(
     places, scales, barriers = raw_places(operands, True, S)
     _, ready, rest = barriers
     s_ends = ends_place(S)
-    results = ((None, dh, y), places_of_results(None, dh, y, ready, S), (ready, ready))
+    results = ((dv, dh, y), places_of_results(dv, dh, y, ready, S), (ready, ready))
     copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
@@ -377,11 +378,18 @@ def scan_arguments(
 
 
 def scan_bwd_arguments(
-    c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
+    c: Chunks,
+    t: Tile,
+    segments: Segments,
+    do: Tensor,
+    *,
+    y: Tensor | None,
+    dh: Tensor | None,
+    dv: Tensor | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel, and the arguments that the kernels of other folders do not have."""
-    arguments = described(c, t.BV, do=do, y=y, dh=dh)
-    arguments["more"] = ScanBwdMore(head_strides(c, do), None, segments)
+    arguments = described(c, t.BV, do=do, y=y, dh=dh, dv=dv)
+    arguments["more"] = ScanBwdMore(head_strides(c, do), dv, segments)
     return scan_bwd_gated_sm90_kernel, arguments | gating(c)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
-from fla_cp.kernels.torch.intra import Chunks, ScanGrads, Spec, to_chunks, to_tokens
+from fla_cp.kernels.torch.intra import Chunks, Inputs, ScanGrads, Spec, to_chunks, to_tokens
 from fla_cp.partition.packing import Packing
 
 
@@ -122,7 +122,13 @@ def summarize_bwd(
 
 
 def scan_bwd(
-    spec: Spec, dout: OutputGrads, dS_end: States | None, *, want_start: bool, concurrent: bool
+    spec: Spec,
+    x: Inputs,
+    dout: OutputGrads,
+    dS_end: States | None,
+    *,
+    want_start: bool,
+    concurrent: bool,
 ) -> tuple[ScanGrads, Tensor]:
     """What `intra_bwd` needs, and the gradients of the states that enter segments [S, HV, K, V]."""
     packing, c = spec.packing, dout.chunks

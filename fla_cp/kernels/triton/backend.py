@@ -35,7 +35,6 @@ from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.decay_sums import sums
 from fla_cp.kernels.triton.generations import GENERATIONS, choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
-from fla_cp.kernels.triton.intra_headwise_bwd import by_one_kernel
 from fla_cp.kernels.triton.launch import cdiv, current_stream
 from fla_cp.kernels.triton.operands import DENSE, Chunks, ScanGrads, ScanOutputs, planes
 from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan, state_buffer
@@ -279,6 +278,7 @@ class TritonBackend(Backend):
     def scan_bwd(
         self,
         spec: Spec,
+        x: Inputs,
         dout: OutputGrads,
         dS_end: States | None,
         *,
@@ -288,7 +288,7 @@ class TritonBackend(Backend):
         packing, (chunks, do) = spec.packing, dout
         both = concurrent and self.runs_concurrently(spec, chunks)
         y, dv = None, None
-        if by_one_kernel(packing, chunks, do, both):
+        if intra.reads_dv(packing, x, chunks, do, both):
             dh, dv = state_buffer(packing, chunks), torch.empty_like(do, memory_format=DENSE)
         else:
             dh, y = chunk_buffers(packing, chunks)

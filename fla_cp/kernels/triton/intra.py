@@ -4,15 +4,16 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.intra_channelwise import empty_gated, intra_channelwise
-from fla_cp.kernels.triton.intra_channelwise_bwd import intra_channelwise_bwd
+from fla_cp.kernels.triton.intra_channelwise_bwd import all_read_dv, intra_channelwise_bwd
 from fla_cp.kernels.triton.intra_headwise import intra_headwise
-from fla_cp.kernels.triton.intra_headwise_bwd import intra_headwise_bwd
+from fla_cp.kernels.triton.intra_headwise_bwd import by_one_kernel, intra_headwise_bwd
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, planes, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
@@ -59,6 +60,14 @@ def empty_chunks(
     formed = T, Aqk, decay, rows, anchors, rows.new_empty(flags, dtype=torch.int32)
     chunks = Chunks(*formed, qg, k_decayed, kg, x.v, rule, tuning=tuning)
     return x, chunks
+
+
+def reads_dv(packing: Packing, x: Inputs, c: Chunks, do: Tensor, concurrent: bool) -> bool:
+    """Whether the local backward reads dv = beta y, which the reverse scan then writes, and not y.
+    concurrent: as for `launch_scan_bwd`."""
+    if c.rule.per_head:
+        return by_one_kernel(packing, c, do, concurrent)
+    return all_read_dv(packing, x, c, do, concurrent)
 
 
 def intra_bwd(

@@ -20,13 +20,21 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
    to 9%: docs/log.md.)
 
 The gradients of the scores go through memory (two [C, C] tiles a chunk), because Triton 3.4 to
-3.7.0 miscompiles on Hopper a product whose operand is another product's transposed result."""
+3.7.0 miscompiles on Hopper a product whose operand is another product's transposed result.
+
+If kernels of a generation's folder do all of this (`all_read_dv`), the reverse scan writes dv,
+which stands for y: beta multiplies a row of y wherever it multiplies that row of k. Then 1. forms
+-tril(dv v_new^T), the gradient of the scores of rows k instead of beta k, and k dk = dv (2 v_new /
+beta - v). In 2. the row factor is k. All shares of dbeta are shares of beta dbeta, which is divided
+by beta at the end, so that no beta may be zero (`away_from_zero`). With any gate 2. has a second
+kernel, which is here and reads y."""
 
 import functools
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
@@ -39,7 +47,15 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.bundles import Grads, gate, local_paths, rule_options, shape
+from fla_cp.kernels.triton.device.bundles import (
+    Grads,
+    RuleOptions,
+    gate,
+    local_paths,
+    rows,
+    rule_options,
+    shape,
+)
 from fla_cp.kernels.triton.device.channelwise_decay import before, blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.channelwise_grads import (
     as_rows,
@@ -66,7 +82,8 @@ from fla_cp.kernels.triton.operands import (
     tables,
 )
 from fla_cp.kernels.triton.rate_grads import rate_grads
-from fla_cp.kernels.triton.tile_table import in_chunks_of
+from fla_cp.kernels.triton.scan_bwd import scan_bwd_tile
+from fla_cp.kernels.triton.tile_table import Tile, in_chunks_of
 from fla_cp.partition.packing import Packing
 
 
@@ -250,33 +267,63 @@ def intra_bwd_kernel(
     store_gate_grads(b_dgc, b_shift, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
 
 
-def intra_channelwise_bwd(
-    packing: Packing, x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads
-) -> Inputs:
-    """The gradients of the inputs, with one decay a channel."""
-    rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
-    (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
-    read, options = saved(x, c, states, grads), local_paths(rule, dtype)
-    folder = choose(packing, c, scans=False)
-    if folder != "triton":
-        takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, options)
-        folder = folder if takes else "triton"
+def folder_of(packing: Packing, x: Inputs, c: Chunks, do: Tensor) -> str:
+    """The folder of the kernels that this backward takes by itself, and then the forward, too."""
+    folder, options = choose(packing, c, scans=False), local_paths(c.rule, x.q.dtype)
+    if folder == "triton":
+        return folder
+    takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, rows(do), options)
+    return folder if takes else "triton"
+
+
+def tiles_of(
+    packing: Packing, x: Inputs, c: Chunks, do: Tensor
+) -> tuple[tuple[Tile, RuleOptions], list[tuple[Tile, RuleOptions]]]:
+    """The tile and the options of the kernel of the scores' gradients, and those of the kernels
+    behind it."""
+    rule, K, V, dtype = c.rule, x.q.shape[2], x.v.shape[2], x.q.dtype
+    options, folder = local_paths(rule, dtype), folder_of(packing, x, c, do)
     first_of_two = "_by_chunk" if len(options) == 2 else ""
     stages = ["intra_bwd" + (path or first_of_two) + own(rule) for path, _ in options]
     paths = [
         (in_chunks_of(c.tokens, stage, c.tuning.tile(stage, K, V, dtype, 0, folder)), R)
         for stage, (_, R) in zip(stages, options, strict=True)
     ]
+    R = rule_options(rule, dtype)
+    if folder != "triton":
+        kernels = kernels_of(folder).intra_channelwise_bwd_scores
+        folder = "triton" if kernels.why_not(x, c, rows(do), R) else folder
+    return (c.tuning.tile("scores_bwd", K, V, dtype, 0, folder), R), paths
+
+
+def all_read_dv(packing: Packing, x: Inputs, c: Chunks, do: Tensor, concurrent: bool) -> bool:
+    """Whether all kernels of this backward are in a generation's folder, and so are the reverse
+    scan, which then writes dv, and the forward's kernel, which keeps betas away from zero.
+    concurrent: as for `launch_scan_bwd`.
+
+    x is as given here. The backward copies inputs without unit stride, which no kernel refuses."""
+    scan = scan_bwd_tile(packing, c, do, "everything", (), ends=False, concurrent=concurrent)
+    if scan.folder == "triton":
+        return False
+    (scores, _), paths = tiles_of(packing, x, c, do)
+    sizes = x.q.shape[2], x.v.shape[2], x.q.dtype
+    forward = c.tuning.tile("intra", *sizes, 0, folder_of(packing, x, c, do))
+    return all(t.folder == scan.folder for t in (forward, scores, *(t for t, _ in paths)))
+
+
+def intra_channelwise_bwd(
+    packing: Packing, x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads
+) -> Inputs:
+    """The gradients of the inputs, with one decay a channel."""
+    rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
+    (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
+    read = saved(x, c, states, grads)
+    (ts, R_scores), paths = tiles_of(packing, x, c, grads.do)
     # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same. With a
     # first kernel of another folder there are parts of dA_log for both.
     first, last = paths[0][0], paths[-1][0]
     two = first.folder != last.folder
     BK = min(first.BK, last.BK) if two else first.BK
-    R_scores, folder_of_scores = rule_options(rule, dtype), folder
-    if folder != "triton":
-        kernels = kernels_of(folder).intra_channelwise_bwd_scores
-        folder_of_scores = "triton" if kernels.why_not(x, read, R_scores) else folder
-    ts = c.tuning.tile("scores_bwd", K, V, dtype, 0, folder_of_scores)
     tiles, C = cdiv(K, BK), packing.chunk
     shape_of = functools.partial(shape, rule, dtype, H, HV, K, V, chunk=C)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
@@ -287,7 +334,7 @@ def intra_channelwise_bwd(
         dq=dq,
         dk=dk,
         dp=dp[0] if dp else None,
-        dv=torch.empty_like(x.v, memory_format=DENSE),
+        dv=torch.empty_like(x.v, memory_format=DENSE) if grads.dv is None else grads.dv,
         dg=torch.empty_like(x.g, memory_format=DENSE),
         dbeta=None,
         dA_log=None if x.A_log is None else single(NC * (tiles + two * (K // first.BK)), HV),
@@ -327,6 +374,8 @@ def intra_channelwise_bwd(
             launch(kernel, (NC * tiles, HV), *given, **compiled, maxnreg=t.registers)
     if HV > H:
         dq, dk, *dp = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk, *dp))
-    dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)
+    dbeta = None
+    if x.beta is not None:
+        dbeta = beta_bwd(rule, x.beta, out.shares, times_beta=grads.dv is not None)
     dA_log, ddt_bias = rate_grads(out.dA_log, x.A_log, out.ddt_bias, x.dt_bias)
     return Inputs(dq, dk, out.dv, out.dg, dbeta, dA_log, ddt_bias, *dp)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import store_block
-from fla_cp.kernels.triton.device.gates import sigmoid
+from fla_cp.kernels.triton.device.gates import away_from_zero, sigmoid
 from fla_cp.kernels.triton.device.score_grads import score_grads
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.rule import DeltaRule
@@ -60,9 +60,11 @@ def beta_bwd_kernel(
     HV: tl.constexpr,
     SHARES: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
+    TIMES_BETA: tl.constexpr,
     B: tl.constexpr,
 ):
-    """dbeta [T, HV], n elements, from the sum of SHARES of it [SHARES, T, HV], fp32."""
+    """dbeta [T, HV], n elements, from the sum of SHARES of it [SHARES, T, HV], fp32. TIMES_BETA:
+    the shares are those of beta dbeta."""
     i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     m = i < n
     shares += i
@@ -70,16 +72,20 @@ def beta_bwd_kernel(
     for _ in range(SHARES):
         b_db += tl.load(shares, mask=m, other=0.0)
         shares += n
+    if BETA_SIGMOID or TIMES_BETA:
+        b_beta = tl.load(beta + i // HV * beta_t + i % HV, mask=m, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
-        b_beta = tl.load(beta + i // HV * beta_t + i % HV, mask=m, other=0.0)
-        b_beta = sigmoid(b_beta.to(tl.float32))
-        b_db *= beta_factor * b_beta * (1 - b_beta)
+        b_sigmoid = sigmoid(b_beta)
+        b_beta = beta_factor * b_sigmoid
+        b_db *= b_beta * (1 - b_sigmoid)
+    if TIMES_BETA:
+        b_db /= away_from_zero(b_beta, m)
     tl.store(dbeta + i, b_db.to(dbeta.dtype.element_ty), mask=m)
 
 
-def beta_bwd(rule: DeltaRule, beta: Tensor, shares: Tensor) -> Tensor:
+def beta_bwd(rule: DeltaRule, beta: Tensor, shares: Tensor, *, times_beta: bool) -> Tensor:
     """dbeta [T, HV], from the sum of `shares` [*, T', HV], see `empty_shares`: the rows after the
-    first T have no meaning."""
+    first T have no meaning. times_beta: the shares are those of beta dbeta."""
     T, rows = len(beta), shares.shape[1]
     if rows > T:  # so that the kernel may read all rows
         beta = torch.nn.functional.pad(beta, (0, 0, 0, rows - T))
@@ -87,6 +93,7 @@ def beta_bwd(rule: DeltaRule, beta: Tensor, shares: Tensor) -> Tensor:
     n = dbeta.numel()
     if n:
         given, sigmoid = (beta.stride(0), rule.beta_factor or 1.0), rule.beta_factor is not None
-        options = {"HV": beta.shape[1], "SHARES": len(shares), "BETA_SIGMOID": sigmoid, "B": 1024}
+        options = {"HV": beta.shape[1], "SHARES": len(shares), "BETA_SIGMOID": sigmoid}
+        options |= {"TIMES_BETA": times_beta, "B": 1024}
         launch(beta_bwd_kernel, (cdiv(n, 1024),), beta, shares, dbeta, n, *given, **options)
     return dbeta[:T]

@@ -143,7 +143,7 @@ class ScanOutputs(NamedTuple):
 
 class ScanGrads(NamedTuple):
     """do as given, and what the reverse scan writes: dh [NC, HV, K, V], and y [NC, HV, C, V] or, if
-    one kernel forms all the other gradients, dv = beta y [T, HV, V]."""
+    all kernels of the local backward read it instead (`reads_dv`), dv = beta y [T, HV, V]."""
 
     do: Tensor
     y: Tensor | None

@@ -179,7 +179,7 @@ def launch_scan_bwd(
     concurrent: bool = False,
 ) -> None:
     """Fills what is given of y, dv, dh and dS0. Only the kernels of a generation's folder can write
-    dv (`by_one_kernel` in intra_headwise_bwd.py)."""
+    dv (`reads_dv` in intra.py)."""
     segments = getattr(packing, which)
     HV, V = c.v.shape[1:]
     t = scan_bwd_tile(packing, c, do, which, (dh, y), ends=dh is None, concurrent=concurrent)

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SMALLEST_BETA = tl.constexpr(2.0**-60)
+"""See `away_from_zero`."""
 
 
 @triton.jit
@@ -67,4 +69,4 @@ def load_beta(beta, start, i_hv, o_i, m_i, SIGMOID: tl.constexpr):
 def away_from_zero(b_beta, m_i):
     """Betas of rows m_i at least 2^-60 away from zero: no result can tell it from zero, but a
     gradient may be divided by it."""
-    return tl.where(m_i & (tl.abs(b_beta) < 2.0**-60), 2.0**-60, b_beta)
+    return tl.where(m_i & (tl.abs(b_beta) < SMALLEST_BETA), SMALLEST_BETA, b_beta)
