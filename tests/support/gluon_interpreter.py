@@ -358,6 +358,7 @@ def interpreted() -> Iterator[list[str]]:
         "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
         "async_copy": async_copy, "mma_v2": _small_product, "to_l2": _prefetch,
+        "upcast": lambda x: x.to(torch.float32),
         "at_address": _at_address, "arrived": _arrived, "products": _products,
         "wanted": lambda acc, L: acc, "allow_next": nothing, "wait_for_last": nothing,
     }  # fmt: skip

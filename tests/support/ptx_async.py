@@ -31,6 +31,7 @@ from tests.support.ptx_emulator import (
     elementwise,
     from_bf16,
     members,
+    move,
 )
 
 WARPS = 4
@@ -198,19 +199,67 @@ def fence_of_products(p: AsyncProgram, x: Instruction) -> None:
     p.fenced = dict(p.registers)
 
 
-def operand_places(p: AsyncProgram, x: Instruction, operand: str, rows: int) -> Array:
-    """Where an operand [rows, 16] of halves is in shared memory: [rows, 32]. Rows of 128 bytes come
-    in groups of eight, and bits 4 to 6 of an address differ where its bits 7 to 9 have ones."""
+def move_fenced(p: AsyncProgram, x: Instruction) -> None:
+    """A copy of a register needs no fence of its own: the assembler gives both the same place, or
+    adds the fence."""
+    move(p, x)
+    to, source = x.operands
+    if p.fenced is not None and p.fenced.get(source, x) is p.registers.get(source):
+        p.fenced[to] = p.registers[to]
+
+
+def operand_places(
+    p: AsyncProgram, x: Instruction, operand: str, rows: int, transposed: bool
+) -> Array:
+    """Where an operand [rows, 16] of halves is in shared memory: [rows, 32]. Rows, or columns of a
+    transposed one, have 128 bytes and come in groups of eight. Bits 4 to 6 of an address differ
+    where its bits 7 to 9 have ones."""
     bits = p.uniform(x, operand, "b64")
     if bits >> 62 != SWIZZLE_128 or bits >> 49 & 7:
         raise Fault(f"unknown layout of an operand: {x}")
     start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
-    row = np.arange(rows)[:, None]
-    at = start + row // 8 * stride + row % 8 * 128 + np.arange(32)
+    row, column = np.arange(rows)[:, None], np.arange(16)
+    line, place = (column, row) if transposed else (row, column)
+    if place.max() >= 64:
+        raise Fault(f"more than 128 bytes in a line of an operand: {x}")
+    at = start + line // 8 * stride + line % 8 * 128 + 2 * place
+    at = (at[:, :, None] + np.arange(2)).reshape(rows, 32)
     at = (at ^ (at >> 7 & 7) << 4) - SHARED
     if at.min() < 0 or at.max() >= p.shared.bytes.size:
         raise Fault(f"outside of shared memory: {x}")
     return at
+
+
+def shared_operand(
+    p: AsyncProgram, x: Instruction, operand: str, rows: int, turned: str
+) -> tuple[Array, Array]:
+    """An operand [rows, 16] in shared memory, and its places."""
+    places = operand_places(p, x, operand, rows, turned == "1")
+    if not p.shared.writes[places].all():
+        raise Fault(f"reads what nothing wrote: {x}")
+    if p.dirty[places].any():
+        raise Race(f"no fence.proxy.async since the operand was written: {x}")
+    p.note_product(x, places)
+    p.multiplied[places] = True
+    return from_bf16(p.shared.bytes[places].view(np.uint16)), places
+
+
+def register_operand(p: AsyncProgram, x: Instruction, names: list[str]) -> Array:
+    """A left operand [64, 16] in registers, in which warps have 16 rows. Lane 4 g + t has columns
+    2 t and 2 t + 1 of row g and then of row g + 8, and then the same of columns 8 to 15."""
+    check_fence(p, x, names)
+    found = np.stack([p.read(x, n, "b32").view(np.uint16) for n in names])
+    found = found.reshape(2, 2, WARPS, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
+    return from_bf16(found.reshape(64, 16))
+
+
+def check_fence(p: AsyncProgram, x: Instruction, names: list[str]) -> None:
+    """Raises if registers were written after the last wgmma.fence."""
+    if p.fenced is None:
+        raise Race(f"no wgmma.fence before: {x}")
+    for name in names:
+        if name not in p.in_flight and p.fenced.get(name) is not p.registers.get(name):
+            raise Race(f"no wgmma.fence since {name} was written: {x}")
 
 
 def multiply(p: AsyncProgram, x: Instruction) -> None:
@@ -218,35 +267,27 @@ def multiply(p: AsyncProgram, x: Instruction) -> None:
     to 16 w + 15 of D. For each eight columns, its lane 4 g + t has columns 2 t and 2 t + 1 of row g
     and then those of row g + 8."""
     p.all_take(x)
-    to, a, b, adds, *signs = x.operands
-    names = members(to)
-    if signs != ["1", "1", "0", "0"]:
-        raise Fault(f"negative or transposed operands: {x}")
+    to, a, b, adds, *rest = x.operands
+    names, signs, turned = members(to), rest[:2], rest[2:]
+    if signs != ["1", "1"]:
+        raise Fault(f"negative operands: {x}")
     N = int(re.search(r"m64n(\d+)k16", x.opcode)[1])
-    if p.fenced is None:
-        raise Race(f"no wgmma.fence before: {x}")
-    for name in names:
-        if name not in p.in_flight and p.fenced.get(name) is not p.registers.get(name):
-            raise Race(f"no wgmma.fence since {name} was written: {x}")
-    found = []
-    for operand, rows in ((a, 64), (b, N)):
-        places = operand_places(p, x, operand, rows)
-        if not p.shared.writes[places].all():
-            raise Fault(f"reads what nothing wrote: {x}")
-        if p.dirty[places].any():
-            raise Race(f"no fence.proxy.async since the operand was written: {x}")
-        p.note_product(x, places)
-        p.multiplied[places] = True
-        found.append(places)
-    A, B = (from_bf16(p.shared.bytes[at].view(np.uint16)).astype(np.float64) for at in found)
-    D = (A @ B.T).reshape(WARPS, 2, 8, N // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    check_fence(p, x, names)
+    B, places = shared_operand(p, x, b, N, turned[-1])
+    if a.startswith("{"):
+        A = register_operand(p, x, members(a))
+    else:
+        A, others = shared_operand(p, x, a, 64, turned[0])
+        places = np.concatenate((places, others))
+    D = A.astype(np.float64) @ B.astype(np.float64).T
+    D = D.reshape(WARPS, 2, 8, N // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
     D = D.reshape(N // 2, p.threads)  # by register, and by warp, row g and pair t
     if p.uniform(x, adds, "pred"):
         given = (p.in_flight[n] if n in p.in_flight else p.read(x, n, "b32") for n in names)
         D = D + np.stack([value.view(np.float32) for value in given])
     results = dict(zip(names, D.astype(np.float32).view(np.uint32), strict=True))
     p.in_flight |= results
-    p.products.open.append(Multiplication(np.concatenate(found).reshape(-1), results))
+    p.products.open.append(Multiplication(places.reshape(-1), results))
 
 
 def wait_for_products(p: AsyncProgram, x: Instruction) -> None:
@@ -315,6 +356,7 @@ def to_float(p: AsyncProgram, x: Instruction) -> None:
 
 
 AsyncProgram.others = {
+    "mov": move_fenced,
     "cp.async.ca.shared.global": copy,
     "cp.async.cg.shared.global": copy,
     "cp.async.commit_group": commit_copies,
@@ -330,6 +372,7 @@ AsyncProgram.others = {
     "setp.gtu": elementwise(lambda a, b: ~(a <= b)),  # true for a NaN
     "setp.leu": elementwise(lambda a, b: ~(a > b)),
     "div": elementwise(quotient),
+    "div.full": elementwise(np.divide),
     "rem": elementwise(lambda a, b: a - b * quotient(a, b)),
     "cvt.rn.f32": to_float,
     "max": elementwise(np.fmax),
@@ -338,6 +381,7 @@ AsyncProgram.others = {
     "copysign": elementwise(lambda sign, size: np.copysign(size, sign)),
     "fma.rn": elementwise(fused_sum),
     "fma.rn.ftz": elementwise(lambda a, b, c: flushed(fused_sum(*map(flushed, (a, b, c))))),
+    "cvt.rmi.ftz.f32": elementwise(lambda x: np.floor(flushed(x))),
     "ex2.approx": elementwise(np.exp2),
     "ex2.approx.ftz": elementwise(lambda x: flushed(np.exp2(flushed(x)))),
     "lg2.approx.ftz": elementwise(lambda x: np.log2(flushed(x))),

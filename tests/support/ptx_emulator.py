@@ -250,17 +250,18 @@ class Program:
         raise Fault(f"outside of each buffer: {x}")
 
     def note(self, x: Instruction, places: Array, values: Array | None) -> None:
-        """Notes an access of bytes of shared memory. Lanes of a warp that write the same bytes to
-        the same place together count as the first of them."""
+        """Notes an access of bytes of shared memory. Threads that write the same bytes to the same
+        place together count as the first of them."""
         thread, write = self.thread[self.active], values is not None
         if conflicting(places // 4, thread):
             self.conflicts.append(x)
+        if write and len(np.unique(places[:, 0])) < len(places):
+            what = np.concatenate((places[:, :1], values), 1)
+            first = np.sort(np.unique(what, axis=0, return_index=True)[1])
+            thread, places = thread[first], places[first]
         check(x, self.by_warp.note(places, thread // LANES, write), thread, "warps")
         for warp, accesses in enumerate(self.by_lane):
             own = np.flatnonzero(thread // LANES == warp)
-            if write and len(np.unique(places[own, 0])) < len(own):
-                what = np.concatenate((places[own, :1], values[own]), 1)
-                own = own[np.unique(what, axis=0, return_index=True)[1]]
             others = accesses.note(places[own], thread[own] % LANES, write)
             check(x, others, thread[own], "lanes")
 

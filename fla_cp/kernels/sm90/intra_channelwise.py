@@ -30,6 +30,7 @@ from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
 from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.sm90.upcast import upcast
 from fla_cp.kernels.sm90.warp_blocks import blocks, diagonals, operands
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, gate_rows, rows_from
@@ -124,7 +125,7 @@ def load_g(gate, start, i_hv, part, i, c, n_rows):
 def raw_and_rate(g, gate, i_hv, part, c, S: gl.constexpr):
     """raw = g + dt_bias, fp32, for g [4, 16, SLAB] and channels c [SLAB] of a slab, and rate =
     exp(A_log)."""
-    raw, rate = g.to(gl.float32), 1.0
+    raw, rate = upcast(g), 1.0
     if gate.dt_bias is not None:
         bias = gl.load(gate.dt_bias + (i_hv * S.K + part * SLAB) + c).to(gl.float32)
         raw += bias[None, :][:, None, :]
@@ -137,7 +138,7 @@ def raw_and_rate(g, gate, i_hv, part, c, S: gl.constexpr):
 def load_tall(place, tall: gl.constexpr, quarters: gl.constexpr):
     """A tile [64, N] of shared memory as [4, 16, N]."""
     x = place.load(tall)
-    return gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), quarters).to(gl.float32)
+    return upcast(gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), quarters))
 
 
 @gluon.jit

@@ -53,6 +53,7 @@ from fla_cp.kernels.sm90.intra_channelwise_bwd_scores import y_rows
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
 from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.sm90.upcast import upcast
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import gate_rows, rows_from
 from fla_cp.kernels.triton.device.bundles import Grads, Rows, RuleOptions, Saved, gate, shape
@@ -70,6 +71,11 @@ from fla_cp.kernels.triton.device.planes import (
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
 from fla_cp.kernels.triton.tile_table import Tile
+
+TO_END, UP_TO = gl.constexpr(1), gl.constexpr(2)
+NEAR, FAR = gl.constexpr(3), gl.constexpr(4)
+"""The numbers of the tables that `half_factors` gives: decays to the chunk's end, decays up to the
+middle, and the two factors of decays between the middles."""
 
 AHEAD = gl.constexpr(66)
 """How many programs later the one starts whose inputs are prefetched: a quarter of those that an
@@ -96,11 +102,31 @@ def whole_power(n):
 
 
 @gluon.jit
-def across_halves(x, anchors, c, first, S: gl.constexpr):
+def half_factors(anchors, w, c, S: gl.constexpr):
+    """For each quarter w [4, 1] and channel c, [4, SLAB] each: by how much the middle of its half
+    exceeds the whole number next to it; the decay from that number to the chunk's end; the decay up
+    to that number; and two factors of the decay between the numbers of both halves, which are 1 in
+    the second half."""
+    a_0, a_1 = gl.load(anchors + c), gl.load(anchors + 2 * S.K + c)
+    end = gl.load(anchors + 3 * S.K + c)[None, :]
+    early, a = w < 2, gl.where(w < 2, a_0[None, :], a_1[None, :])
+    n_0, n_1 = whole_power(a_0), whole_power(a_1)
+    n = gl.where(early, n_0[None, :], n_1[None, :])
+    across = gl.where(early, (n_1 - n_0)[None, :], 0.0)
+    near, far = gl.exp2(gl.maximum(across, -120.0)), gl.exp2(gl.minimum(across + 120.0, 0.0))
+    return a - n, gl.exp2(end - n), gl.exp2(n), near, far
+
+
+@gluon.jit
+def of_half(s_factors, kind: gl.constexpr):
+    """A table of `half_factors` [4, SLAB], as `times` takes it."""
+    return s_factors.index(kind).load(gl.SliceLayout(1, by_quarter()))
+
+
+@gluon.jit
+def across_halves(x, s_factors):
     """x [64, SLAB], in the first half of the rows times the decay between the middles of both."""
-    n = whole_power(gl.load(anchors + 2 * S.K + c)) - whole_power(gl.load(anchors + c))
-    near, far = gl.exp2(gl.maximum(n, -120.0)), gl.exp2(gl.minimum(n + 120.0, 0.0))
-    return gl.where(first, x * near[None, :] * far[None, :], x)
+    return times(times(x, of_half(s_factors, NEAR)), of_half(s_factors, FAR))
 
 
 @gluon.jit
@@ -161,7 +187,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     REMOVES: gl.constexpr = S.REMOVAL != "none"
     QUARTERS: gl.constexpr = S.NS > 1
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    # Without conflicts of banks in `acc` and in `tall`
+    single: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLAB, 16])
@@ -170,7 +197,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
 
     s_x = gl.allocate_shared_memory(half, [2, S.BT, SLAB], wide)  # q, k
-    s_s = gl.allocate_shared_memory(half, [2, S.BT, SLAB], wide)  # gradients of the scores
+    s_sums = gl.allocate_shared_memory(gl.float32, [S.BT, SLAB], single)  # of decays
     s_h = gl.allocate_shared_memory(half, [2, SLAB, S.V], wide)  # h, dh
     s_v = gl.allocate_shared_memory(half, [3, S.BT, S.V], wide)  # do, y, v_new
     q, k = rows_from(x.q, start, i_h), rows_from(x.k, start, i_h)
@@ -186,10 +213,6 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     async_copy.commit_group()
     copy_slab(q.ptr + i_k * SLAB, q.row, n_rows, s_x.index(0), S.BT, SLAB)
     copy_slab(k.ptr + i_k * SLAB, k.row, n_rows, s_x.index(1), S.BT, SLAB)
-    scores = out.scores + i_ch * (2 * S.BT * S.BT)
-    copy_slab(scores, S.BT, S.BT, s_s.index(0), S.BT, SLAB)
-    if REMOVES:
-        copy_slab(scores + S.BT * S.BT, S.BT, S.BT, s_s.index(1), S.BT, SLAB)
     async_copy.commit_group()
 
     # Sums of decays from the middle of the half, where a thread has a quarter's rows.
@@ -203,15 +226,16 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     steps = gl.where(i_q < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0)
     l = gl.associative_scan(steps, 1, plus)  # noqa: E741
     whole = gl.sum(gl.where(r == 15, l, 0.0), 1)
+    at_slab = x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB)
     if QUARTERS:
-        at_slab = x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB)
         middle, _, _ = references(at_slab, w, c_e, S)
     else:
-        middle = gl.load(
-            x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB) + (w // 2 * (2 * S.K) + c_e[None, :])
-        )
-        middle = gl.where(w % 2 == 0, whole, 0.0) - (middle - whole_power(middle))
+        excess, to_end, up_to, near, far = half_factors(at_slab, w, c_e, S)
+        middle = gl.where(w % 2 == 0, whole, 0.0) - excess
     l -= middle[:, None, :]  # noqa: E741
+    # They are stored here, so that the compiler forms them while the tiles are on their way. The
+    # gradients of the scores, which have no place until then, are copied later.
+    s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
 
     # What the states add, relative to the middle of each half. Vectors of channels are loaded again
     # in each part, and barriers keep the parts apart: registers hold no more.
@@ -227,8 +251,6 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     h_dh = warpgroup_mma(
         s_h.index(0), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    h_dh = warpgroup_mma_wait(0, deps=(h_dh,))
-    h_dh = gl.sum(gl.where(i[:, None] == c[None, :], h_dh, 0.0), 1)  # of each channel
     b_dq = warpgroup_mma(
         s_v.index(0), s_h.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
     )
@@ -240,6 +262,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     b_dc = warpgroup_mma(
         s_v.index(2), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
     )
+    h_dh = warpgroup_mma_wait(3 if REMOVES else 2, deps=(h_dh,))
+    h_dh = gl.sum(gl.where(i[:, None] == c[None, :], h_dh, 0.0), 1)  # of each channel
     if REMOVES:
         b_dq, b_dr, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_dc))
     else:
@@ -248,12 +272,17 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     barrier()  # the tiles of states and values are free, and all others are there
     later = chunk_and_head(program_ahead(AHEAD) // tiles, S.HV)
     prefetch_inputs(x, gate, out, chunks, later, i_k, S)
-    s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_s = s_v.index(0)._reinterpret(half, [2, S.BT, SLAB], wide)  # gradients of the scores
+    scores = out.scores + i_ch * (2 * S.BT * S.BT)
+    copy_slab(scores, S.BT, S.BT, s_s.index(0), S.BT, SLAB)
+    if REMOVES:
+        copy_slab(scores + S.BT * S.BT, S.BT, S.BT, s_s.index(1), S.BT, SLAB)
+    async_copy.commit_group()
     s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, of beta k
     s_o = s_v.index(2)._reinterpret(half, [2, S.BT, SLAB], wide)
     s_table = s_f.index(1)  # of references; there are no far columns then
     s_dl = s_o.index(1)._reinterpret(gl.float32, [2, SLAB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
+    s_factors = s_o.index(1)._reinterpret(gl.float32, [5, 4, SLAB], plain)  # s_dl is the first
     s_dl.index(0).store(h_dh)
     if QUARTERS:
         _, to_end, step = references(anchors, w, c_e + none, S)
@@ -261,37 +290,42 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         barrier()
         b_dc = times(b_dc, of_own(s_table, gl.SliceLayout(1, by_quarter())))
         e = of_step(s_table, 3, gl.SliceLayout(0, acc))[None, :]  # up to the first reference
+        b_dq *= e
+        if REMOVES:
+            b_dr *= -e
     else:
-        n_0, n_1 = whole_power(gl.load(anchors + c)), whole_power(gl.load(anchors + 2 * S.K + c))
-        to_middle = gl.where(first, n_0[None, :], n_1[None, :])
-        b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - to_middle)
-        e = gl.exp2(to_middle)
-    b_dq *= e
-    if REMOVES:
-        b_dr *= -e
-    if not QUARTERS:
+        s_factors.index(TO_END).store(to_end)
+        s_factors.index(UP_TO).store(up_to)
+        s_factors.index(NEAR).store(near)
+        s_factors.index(FAR).store(far)
         barrier()
+        b_dc = times(b_dc, of_half(s_factors, TO_END))
+        e = of_half(s_factors, UP_TO)
+        b_dq = times(b_dq, e)
+        if REMOVES:
+            b_dr = times(b_dr, -e)
 
     # The factors of columns and rows.
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
     l_a = s_sums.load(acc)
-    col = s_x.index(1).load(acc).to(gl.float32) * gl.exp2(-l_a)
+    col = upcast(s_x.index(1).load(acc)) * gl.exp2(-l_a)
     col *= gl.load(at + K_SCALE * S.BT)[:, None]
     s_f.index(0).store(col.to(half))
     if not QUARTERS:
-        s_f.index(1).store(across_halves(col, anchors, c + none, first, S).to(half))
+        s_f.index(1).store(across_halves(col, s_factors).to(half))
     barrier()
     # The columns' gradients count once more at the chunk's last row, rounded like here.
-    s_dl.index(1).store(gl.sum(s_f.index(0).load(acc).to(gl.float32) * b_dc, 0))
+    s_dl.index(1).store(gl.sum(upcast(s_f.index(0).load(acc)) * b_dc, 0))
     f = gl.exp2(s_sums.load(acc))
-    b_x = s_x.index(0).load(acc).to(gl.float32) * f
+    b_x = upcast(s_x.index(0).load(acc)) * f
     s_f.index(2).store((b_x * gl.load(at + Q_SCALE * S.BT)[:, None]).to(half))
     if REMOVES:
-        b_x = s_x.index(1).load(acc).to(gl.float32) * f
+        b_x = upcast(s_x.index(1).load(acc)) * f
         r_scale = gl.load(at + K_SCALE * S.BT)
         if x.y is not None:
             r_scale *= gl.load(at)
         s_f.index(3).store((b_x * r_scale[:, None]).to(half))
+    async_copy.wait_group(0)
     fence_async_shared()
     barrier()
 
@@ -299,46 +333,48 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         sums = b_dq, b_dr, b_dc
         b_dq, b_dr, b_dc = quarter_products(sums, s_s, s_f, s_table, REMOVES)
     else:
-        # What the scores add: to columns, of rows in the second half and then in the first, and to
-        # rows, of each half.
+        # What the scores add: to columns, of rows in both halves, and to rows, of each half.
         late_s, late_x = s_s.index(0).slice(32, 32), s_f.index(2).slice(32, 32)
         early_s, early_x = s_s.index(0).slice(0, 32), s_f.index(2).slice(0, 32)
         late = warpgroup_mma(late_s.permute((1, 0)), late_x, zero, use_acc=False, is_async=True)
-        if REMOVES:
-            late_s, late_x = s_s.index(1).slice(32, 32), s_f.index(3).slice(32, 32)
-            late = warpgroup_mma(late_s.permute((1, 0)), late_x, late, is_async=True)
-        late = warpgroup_mma_wait(0, deps=(late,))
-        b_dc += across_halves(late, anchors, c + none * 2, first, S)
         b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
         if REMOVES:
+            late_s, late_x = s_s.index(1).slice(32, 32), s_f.index(3).slice(32, 32)
             early_s, early_x = s_s.index(1).slice(0, 32), s_f.index(3).slice(0, 32)
+            late = warpgroup_mma(late_s.permute((1, 0)), late_x, late, is_async=True)
             b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
-        b_dc = warpgroup_mma_wait(0, deps=(b_dc,))
-        near = warpgroup_mma(s_s.index(0), s_f.index(0), b_dq, is_async=True)
-        far = warpgroup_mma(s_s.index(0), s_f.index(1), b_dq, is_async=True)
-        near, far = warpgroup_mma_wait(0, deps=(near, far))
-        b_dq = gl.where(first, near, far)
+        near_q = warpgroup_mma(s_s.index(0), s_f.index(0), b_dq, is_async=True)
+        far_q = warpgroup_mma(s_s.index(0), s_f.index(1), b_dq, is_async=True)
+        late, b_dc = warpgroup_mma_wait(2, deps=(late, b_dc))
+        b_dc += across_halves(late, s_factors)
+        near_r, far_r = near_q, far_q
         if REMOVES:
-            near = warpgroup_mma(s_s.index(1), s_f.index(0), b_dr, is_async=True)
-            far = warpgroup_mma(s_s.index(1), s_f.index(1), b_dr, is_async=True)
-            near, far = warpgroup_mma_wait(0, deps=(near, far))
-            b_dr = gl.where(first, near, far)
+            near_r = warpgroup_mma(s_s.index(1), s_f.index(0), b_dr, is_async=True)
+            far_r = warpgroup_mma(s_s.index(1), s_f.index(1), b_dr, is_async=True)
+            near_q, far_q = warpgroup_mma_wait(2, deps=(near_q, far_q))
+            b_dq = gl.where(first, near_q, far_q)
+            near_r, far_r = warpgroup_mma_wait(0, deps=(near_r, far_r))
+            b_dr = gl.where(first, near_r, far_r)
+        else:
+            near_q, far_q = warpgroup_mma_wait(0, deps=(near_q, far_q))
+            b_dq = gl.where(first, near_q, far_q)
     barrier()
 
     # Gradients of gc, q and k. All is read and numbered again, to free registers; so is n_rows, for
     # another form of 0.
     i_c, _ = chunk_and_head(gl.program_id(0) // tiles, S.HV)
-    fresh = gl.load(chunks.rows + i_c) // (S.BT + 1)
-    i, i_k = i + none, (gl.program_id(0) + fresh) % tiles
+    n_rows = gl.load(chunks.rows + i_c)
+    fresh = n_rows // (S.BT + 1)
+    i, i_k = i + fresh, (gl.program_id(0) + fresh) % tiles
     program = (gl.program_id(0) + fresh) // tiles
     i_c, i_hv = chunk_and_head(program, S.HV)
     start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), program.to(gl.int64)
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
     here = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
-    b_dgc = s_f.index(2).load(acc).to(gl.float32) * b_dq
-    b_dgc -= s_f.index(0).load(acc).to(gl.float32) * b_dc
+    b_dgc = upcast(s_f.index(2).load(acc)) * b_dq
+    b_dgc -= upcast(s_f.index(0).load(acc)) * b_dc
     if REMOVES:
-        b_dgc += s_f.index(3).load(acc).to(gl.float32) * b_dr
+        b_dgc += upcast(s_f.index(3).load(acc)) * b_dr
     s_dgc = s_v.index(1)._reinterpret(gl.float32, [S.BT, SLAB], single)
     s_dgc.store(b_dgc)
     barrier()
@@ -348,7 +384,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     b_dc *= gl.exp2(-l_a)
     q_scale, k_scale = gl.load(at + Q_SCALE * S.BT), gl.load(at + K_SCALE * S.BT)
     diagonal = gl.load(here + DIAGONAL * S.BT)
-    b_k = s_x.index(1).load(acc).to(gl.float32)
+    b_k = upcast(s_x.index(1).load(acc))
     if not QUARTERS:
         b_dq += (diagonal * k_scale)[:, None] * b_k
     if REMOVES:
@@ -359,10 +395,10 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
             b_dr *= gl.load(at)[:, None]
         b_dc += b_dr
     barrier()
-    b_q = s_x.index(0).load(acc).to(gl.float32)
+    b_q = upcast(s_x.index(0).load(acc))
     b_dc += (diagonal * q_scale)[:, None] * b_q
     if QUARTERS:  # for registers
-        b_k = s_x.index(1).load(acc).to(gl.float32)
+        b_k = upcast(s_x.index(1).load(acc))
         b_dq += (diagonal * k_scale)[:, None] * b_k
     if R.NORM:
         b_dq -= (gl.load(here + Q_DQ * S.BT) / (scale * scale) * q_scale)[:, None] * b_q
@@ -382,7 +418,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     d += gl.where(i_q == S.BT - 1, at_end[None, :][:, None, :], 0.0)
     before = gl.associative_scan(d, 1, plus)
     whole = gl.sum(gl.where(r == 15, before, 0.0), 1)
-    again = i_q + none
+    again = i_q + fresh
     g = load_g(gate, start, i_hv, i_k, again, c_e, n_rows)  # arrives meanwhile
     raw, rate = raw_and_rate(g, gate, i_hv, i_k, c_e, S)
     s_ends = s_sums._reinterpret(gl.float32, [4, SLAB], plain)
@@ -397,7 +433,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     place = again * row + c_e[None, :][:, None, :]
     gl.store(out.dg + to + place, d_raw.to(out.dg.dtype.element_ty), mask=again < n_rows)
     if out.dA_log is not None:
-        total = gl.sum(gl.sum(gl.sum(d_rate, 1), 0), 0)
+        total = gl.sum(gl.sum(gl.sum(d_rate, 1), 1), 0)
         gl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, total)
     if out.ddt_bias is not None:
         bias = out.ddt_bias + i_ch * S.K + i_k * SLAB + c_e

@@ -35,6 +35,7 @@ from fla_cp.kernels.sm90.scan import (
 )
 from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore, scan_chunks_back
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.sm90.upcast import upcast
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import Segments, terms
 from fla_cp.kernels.triton.device.gates import LOG2E
@@ -88,7 +89,7 @@ def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
 def load_parts(place, tall: gl.constexpr, parts: gl.constexpr):
     """A tile [64, N] of shared memory as [PARTS, ROWS, N] in fp32."""
     x = gl.reshape(place.load(tall), [PARTS, ROWS, place.shape[1]])
-    return gl.convert_layout(x, parts).to(gl.float32)
+    return upcast(gl.convert_layout(x, parts))
 
 
 @gluon.jit
