@@ -371,6 +371,7 @@ AsyncProgram.others = {
     "mad.lo": low_sum,
     "setp.gtu": elementwise(lambda a, b: ~(a <= b)),  # true for a NaN
     "setp.leu": elementwise(lambda a, b: ~(a > b)),
+    "setp.geu": elementwise(lambda a, b: ~(a < b)),
     "div": elementwise(quotient),
     "div.full": elementwise(np.divide),
     "rem": elementwise(lambda a, b: a - b * quotient(a, b)),
