@@ -3,7 +3,6 @@ against the interpreter of Gluon kernels, which ignores layouts, barriers and fe
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +21,15 @@ from fla_cp.kernels.triton.tile_table import QUARTERS_BWD, TALL, TALL_BWD, Tile,
 from fla_cp.partition.packing import Packing
 from tests.support import channelwise
 from tests.support.channelwise import K
-from tests.support.emulated_launches import Compiled, compared, compiled_launches, memory
+from tests.support.emulated_launches import (
+    Compiled,
+    compared,
+    compiled_by,
+    compiled_launches,
+    memory,
+    without,
+)
 from tests.support.gluon_interpreter import interpreted
-from tests.support.processes import ROOT, environment
 from tests.support.ptx_emulator import Race, parsed
 
 OFFSETS = 0, 70
@@ -104,12 +109,7 @@ def compile_all(path: str) -> None:
 def compiled(tmp_path_factory):
     """The kernels, compiled in another process: kernels are interpreted in this one."""
     folder = tmp_path_factory.mktemp("compiled")
-    clean = environment(TRITON_CACHE_DIR=str(folder))
-    clean.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", __name__, str(folder / "found.json")]
-    result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads((folder / "found.json").read_text())
+    found = compiled_by(__name__, folder)
     return {name: Compiled(*kernel) for name, (kernel,) in found.items()}
 
 
@@ -143,14 +143,6 @@ def test_the_compiled_kernel_forms_what_the_interpreter_does(name, compiled):
     assert ("shares" in written) == (CASES[name].removal == "k")
     programs = 4  # two chunks, two slabs of channels
     assert launch.conflicts <= 4 * programs
-
-
-def without(kernel, *lines):
-    """The kernel without these lines of its code."""
-    text = kernel.ptx.splitlines()
-    for line in lines:
-        text[line - 1] = ""
-    return kernel._replace(ptx="\n".join(text))
 
 
 @pytest.mark.parametrize(

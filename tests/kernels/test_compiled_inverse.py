@@ -8,7 +8,6 @@ fragments of its own, and accesses of shared memory need barriers between them.
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.sm90.warp_blocks import blocks, diagonals, operands
 from tests.support import ptx_emulator
 from tests.support.driver import Sm90Driver
-from tests.support.processes import ROOT, environment
+from tests.support.emulated_launches import compiled_by
 from tests.support.ptx_emulator import Buffer, Fault, Program, Race, as_tf32, parsed
 from tests.support.triangles import drawn, inverses_by_warps, of_parallel_keys
 
@@ -115,12 +114,7 @@ def compile_all(path):
 def compiled(tmp_path_factory):
     """What `compile_all` writes, in a process of its own: kernels are interpreted in this one."""
     folder = tmp_path_factory.mktemp("compiled")
-    clean = environment(TRITON_CACHE_DIR=str(folder))
-    clean.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", __name__, str(folder / "found.json")]
-    result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads((folder / "found.json").read_text())
+    found = compiled_by(__name__, folder)
     return {tuple(map(int, key.split())): value for key, value in found.items()}
 
 

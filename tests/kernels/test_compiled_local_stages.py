@@ -4,7 +4,6 @@ interpreter of Gluon kernels, which ignores layouts and barriers, and against fp
 import functools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +20,14 @@ from fla_cp.kernels.triton.tile_table import STEEP, TALL, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support import channelwise
-from tests.support.emulated_launches import Compiled, compared, compiled_launches, memory
-from tests.support.processes import ROOT, environment
+from tests.support.emulated_launches import (
+    Compiled,
+    compared,
+    compiled_by,
+    compiled_launches,
+    memory,
+    without,
+)
 from tests.support.ptx_emulator import Race, parsed
 
 BF16 = torch.bfloat16
@@ -114,12 +119,7 @@ def compiled(tmp_path_factory):
     @functools.cache
     def group(names):
         folder = tmp_path_factory.mktemp("compiled")
-        clean = environment(TRITON_CACHE_DIR=str(folder))
-        clean.pop("TRITON_INTERPRET", None)
-        command = [sys.executable, "-m", __name__, str(folder / "found.json"), *names]
-        result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr[-2000:]
-        found = json.loads((folder / "found.json").read_text())
+        found = compiled_by(__name__, folder, *names)
         return {n: [Compiled(*kernel) for kernel in kernels] for n, kernels in found.items()}
 
     return lambda name: group(tuple(FAST if name in FAST else WIDE))[name]
@@ -167,14 +167,6 @@ def test_compiled_kernels_form_what_the_interpreter_does(name, compiled):
                 both = launch.found[part]  # with two kernels, what the first one left is there
                 error = tiles(both, precise) - definition[last]
                 assert error.norm() <= 4e-3 * definition[last].norm(), part
-
-
-def without(kernel, *lines):
-    """The kernel without these lines of its code."""
-    text = kernel.ptx.splitlines()
-    for line in lines:
-        text[line - 1] = ""
-    return kernel._replace(ptx="\n".join(text))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,18 @@ Gluon kernels, and then as compiled on copies of the same tensors.
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.processes import ROOT, environment
 from tests.support.ptx_async import AsyncProgram
 from tests.support.ptx_emulator import Array, Buffer, as_tf32
 
@@ -75,6 +80,25 @@ def compiled_launches(call: Callable[[], object]) -> list[Compiled]:
     with launches.redirected(run):
         call()
     return found
+
+
+def compiled_by(module: str, folder: Path, *given: str) -> Any:
+    """What `python -m MODULE FILE GIVEN` writes to FILE, in JSON. It is a process of its own, with
+    Triton's compiler, since kernels are interpreted in this one. folder: for Triton's cache."""
+    clean = environment(TRITON_CACHE_DIR=str(folder))
+    clean.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", module, str(folder / "found.json"), *given]
+    result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def without(kernel: Compiled, *lines: int) -> Compiled:
+    """The kernel without these lines of its code."""
+    text = kernel.ptx.splitlines()
+    for line in lines:
+        text[line - 1] = ""
+    return kernel._replace(ptx="\n".join(text))
 
 
 def memory(x: Tensor) -> Tensor:
