@@ -35,8 +35,7 @@ from tests.support.ptx_emulator import (
 )
 
 WARPS = 4
-GROUP = WARPS * LANES
-"""The warps, and the threads, of a group that issues `wgmma` together. Programs have one or two."""
+"""Those of a group that issues `wgmma` together, and here of a program."""
 
 SWIZZLE_128 = 1
 """The number of the layout in descriptors of operands that permutes 16 bytes in rows of 128."""
@@ -51,16 +50,10 @@ class Copy(NamedTuple):
 
 
 class Multiplication(NamedTuple):
-    """A product under way. places: each group that reads shared memory, and what it reads there.
-    results: its accumulator's registers and what they will hold."""
+    """A product under way. results: its accumulator's registers and what they will hold."""
 
-    places: list[tuple[int, Array]]
+    places: Array
     results: dict[str, Array]
-
-
-def of_group(group: int) -> slice:
-    """The threads of a group."""
-    return slice(GROUP * group, GROUP * (group + 1))
 
 
 class Groups:
@@ -105,7 +98,7 @@ class AsyncProgram(Program):
         lanes: bool = True,
     ):
         super().__init__(ptx, arguments, shared, lanes)
-        if self.threads % GROUP:
+        if self.threads != WARPS * LANES:
             raise Fault(f"a program of {self.threads} threads")
         for axis, place, size in zip("xyz", at, grid, strict=False):
             self.registers[f"%ctaid.{axis}"] = np.full(self.threads, place, np.uint32)
@@ -139,17 +132,17 @@ class AsyncProgram(Program):
             self.dirty[places] = True
         super().note(x, places, values)
 
-    def note_product(self, x: Instruction, places: Array, group: int) -> None:
-        """Notes that the warps of this group read these bytes."""
+    def note_product(self, x: Instruction, places: Array) -> None:
+        """Notes that all warps read these bytes."""
         if self.copied_to[places].any():
             raise Race(f"a copy still writes here: {x}")
         if self.by_warp.writes[places].any():
             raise Race(f"no barrier since the operand was written: {x}")
-        self.by_warp.reads[places] |= (1 << WARPS) - 1 << WARPS * group
+        self.by_warp.reads[places] |= (1 << WARPS) - 1
 
-    def uniform(self, x: Instruction, operand: str, kind: str, group: int) -> int:
-        """An operand that all threads of a group give alike."""
-        found = np.unique(self.read(x, operand, kind)[of_group(group)])
+    def uniform(self, x: Instruction, operand: str, kind: str) -> int:
+        """An operand that all threads give alike."""
+        found = np.unique(self.read(x, operand, kind))
         if len(found) != 1:
             raise Fault(f"threads differ in {operand}: {x}")
         return int(found[0])
@@ -216,12 +209,12 @@ def move_fenced(p: AsyncProgram, x: Instruction) -> None:
 
 
 def operand_places(
-    p: AsyncProgram, x: Instruction, operand: str, group: int, rows: int, transposed: bool
+    p: AsyncProgram, x: Instruction, operand: str, rows: int, transposed: bool
 ) -> Array:
     """Where an operand [rows, 16] of halves is in shared memory: [rows, 32]. Rows, or columns of a
     transposed one, have 128 bytes and come in groups of eight. Bits 4 to 6 of an address differ
     where its bits 7 to 9 have ones."""
-    bits = p.uniform(x, operand, "b64", group)
+    bits = p.uniform(x, operand, "b64")
     if bits >> 62 != SWIZZLE_128 or bits >> 49 & 7:
         raise Fault(f"unknown layout of an operand: {x}")
     start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
@@ -238,25 +231,24 @@ def operand_places(
 
 
 def shared_operand(
-    p: AsyncProgram, x: Instruction, operand: str, group: int, rows: int, turned: str
+    p: AsyncProgram, x: Instruction, operand: str, rows: int, turned: str
 ) -> tuple[Array, Array]:
     """An operand [rows, 16] in shared memory, and its places."""
-    places = operand_places(p, x, operand, group, rows, turned == "1")
+    places = operand_places(p, x, operand, rows, turned == "1")
     if not p.shared.writes[places].all():
         raise Fault(f"reads what nothing wrote: {x}")
     if p.dirty[places].any():
         raise Race(f"no fence.proxy.async since the operand was written: {x}")
-    p.note_product(x, places, group)
+    p.note_product(x, places)
     p.multiplied[places] = True
     return from_bf16(p.shared.bytes[places].view(np.uint16)), places
 
 
-def register_operand(p: AsyncProgram, x: Instruction, names: list[str], group: int) -> Array:
-    """A left operand [64, 16] in a group's registers, in which warps have 16 rows. Lane 4 g + t has
-    columns 2 t and 2 t + 1 of row g and then of row g + 8, and then the same of columns 8 to 15."""
+def register_operand(p: AsyncProgram, x: Instruction, names: list[str]) -> Array:
+    """A left operand [64, 16] in registers, in which warps have 16 rows. Lane 4 g + t has columns
+    2 t and 2 t + 1 of row g and then of row g + 8, and then the same of columns 8 to 15."""
     check_fence(p, x, names)
-    given = [np.ascontiguousarray(p.read(x, n, "b32")[of_group(group)]) for n in names]
-    found = np.stack([x.view(np.uint16) for x in given])
+    found = np.stack([p.read(x, n, "b32").view(np.uint16) for n in names])
     found = found.reshape(2, 2, WARPS, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
     return from_bf16(found.reshape(64, 16))
 
@@ -271,9 +263,9 @@ def check_fence(p: AsyncProgram, x: Instruction, names: list[str]) -> None:
 
 
 def multiply(p: AsyncProgram, x: Instruction) -> None:
-    """wgmma.m64nNk16, by each group of four warps: D [64, N] = A [64, 16] @ B [N, 16]^T + D, or
-    without D. Warp w of a group has rows 16 w to 16 w + 15 of D. For each eight columns, its lane
-    4 g + t has columns 2 t and 2 t + 1 of row g and then those of row g + 8."""
+    """wgmma.m64nNk16: D [64, N] = A [64, 16] @ B [N, 16]^T + D, or without D. Warp w has rows 16 w
+    to 16 w + 15 of D. For each eight columns, its lane 4 g + t has columns 2 t and 2 t + 1 of row g
+    and then those of row g + 8."""
     p.all_take(x)
     to, a, b, adds, *rest = x.operands
     names, signs, turned = members(to), rest[:2], rest[2:]
@@ -281,26 +273,21 @@ def multiply(p: AsyncProgram, x: Instruction) -> None:
         raise Fault(f"negative operands: {x}")
     N = int(re.search(r"m64n(\d+)k16", x.opcode)[1])
     check_fence(p, x, names)
-    parts, read = [], []
-    for group in range(p.threads // GROUP):
-        B, places = shared_operand(p, x, b, group, N, turned[-1])
-        read.append((group, places))
-        if a.startswith("{"):
-            A = register_operand(p, x, members(a), group)
-        else:
-            A, places = shared_operand(p, x, a, group, 64, turned[0])
-            read.append((group, places))
-        D = A.astype(np.float64) @ B.astype(np.float64).T
-        D = D.reshape(WARPS, 2, 8, N // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-        D = D.reshape(N // 2, GROUP)  # by register, and by warp, row g and pair t
-        if p.uniform(x, adds, "pred", group):
-            given = (p.in_flight[n] if n in p.in_flight else p.read(x, n, "b32") for n in names)
-            D = D + np.stack([value.view(np.float32)[of_group(group)] for value in given])
-        parts.append(D)
-    D = np.concatenate(parts, 1)
+    B, places = shared_operand(p, x, b, N, turned[-1])
+    if a.startswith("{"):
+        A = register_operand(p, x, members(a))
+    else:
+        A, others = shared_operand(p, x, a, 64, turned[0])
+        places = np.concatenate((places, others))
+    D = A.astype(np.float64) @ B.astype(np.float64).T
+    D = D.reshape(WARPS, 2, 8, N // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    D = D.reshape(N // 2, p.threads)  # by register, and by warp, row g and pair t
+    if p.uniform(x, adds, "pred"):
+        given = (p.in_flight[n] if n in p.in_flight else p.read(x, n, "b32") for n in names)
+        D = D + np.stack([value.view(np.float32) for value in given])
     results = dict(zip(names, D.astype(np.float32).view(np.uint32), strict=True))
     p.in_flight |= results
-    p.products.open.append(Multiplication(read, results))
+    p.products.open.append(Multiplication(places.reshape(-1), results))
 
 
 def wait_for_products(p: AsyncProgram, x: Instruction) -> None:
@@ -308,11 +295,9 @@ def wait_for_products(p: AsyncProgram, x: Instruction) -> None:
     done = p.products.done(int(x.operands[0], 0))
     p.multiplied[:] = False
     for each in p.products.all():
-        for _, places in each.places:
-            p.multiplied[places] = True
-    for each in done:  # writes of other warps must wait for a barrier after this
-        for group, places in each.places:
-            p.note_product(x, places, group)
+        p.multiplied[each.places] = True
+    for each in done:
+        p.note_product(x, each.places)  # writes of other warps must wait for a barrier after this
     still = {name for each in p.products.all() for name in each.results}
     for name in [name for each in done for name in each.results]:
         if name not in still and name in p.in_flight:

@@ -403,16 +403,12 @@ def store(p: Program, x: Instruction) -> None:
 
 
 def exchange(p: Program, x: Instruction) -> None:
-    """shfl.sync: each lane gets the number of another lane, whose own differs in the bits that are
-    given (bfly), or of the lane that is given (idx)."""
+    """shfl.sync.bfly: each lane gets the number of the lane whose own differs in these bits."""
     p.all_take(x)
-    to, value, lane, clamp, mask = x.operands
+    to, value, lane_bits, clamp, mask = x.operands
     if int(clamp, 0) != 31 or int(mask, 0) not in ALL_LANES:
         raise Fault(f"lanes that are left out: {x}")
-    lanes, warps = p.thread % LANES, p.thread // LANES * LANES
-    given = p.read(x, lane, "u32").astype(np.int64)
-    source = lanes ^ given if "bfly" in x.opcode else given % LANES
-    p.write(to, p.read(x, value, "b32")[warps + source])
+    p.write(to, p.read(x, value, "b32")[p.thread ^ int(lane_bits, 0)])
 
 
 def barrier(p: Program, x: Instruction) -> None:
@@ -455,18 +451,14 @@ def product(p: Program, x: Instruction) -> None:
 
 
 def load_matrices(p: Program, x: Instruction) -> None:
-    """ldmatrix of one or four matrices [8, 8] of halves. Eight lanes for each, from the first on,
-    have the addresses of its rows. Lane 4 g + t gets the elements of row g and columns 2 t and
-    2 t + 1 of each."""
+    """ldmatrix.x4: four matrices [8, 8] of halves. Each eight lanes have the addresses of a
+    matrix's rows. Lane 4 g + t gets the elements of row g and columns 2 t and 2 t + 1 of each."""
     p.all_take(x)
-    names, everyone = members(x.operands[0]), p.active
-    p.active = everyone & (p.thread % LANES < 8 * len(names))
+    names = members(x.operands[0])
     buffer, places = p.access(x, x.operands[1], 16)
-    p.active = everyone
-    if len(names) not in (1, 4) or not buffer.writes[places].all():
-        raise Fault(f"neither one nor four matrices, or reads what nothing wrote: {x}")
-    # warp, matrix, row, pair
-    rows = buffer.bytes[places].view(np.uint32).reshape(-1, len(names), 8, 4)
+    if len(names) != 4 or not buffer.writes[places].all():
+        raise Fault(f"not four matrices, or reads what nothing wrote: {x}")
+    rows = buffer.bytes[places].view(np.uint32).reshape(-1, 4, 8, 4)  # warp, matrix, row, pair
     for n, name in enumerate(names):
         p.write(name, rows[:, n].reshape(-1))
 
@@ -523,12 +515,10 @@ INSTRUCTIONS: dict[str, Callable[[Program, Instruction], None]] = {
     "cvt.f32": elementwise(from_bf16),
     "ld.param": load_parameter,
     "shfl.sync.bfly": exchange,
-    "shfl.sync.idx": exchange,
     "bar.sync": barrier,
     "bar.warp.sync": barrier,
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32": product,
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16": half_product,
-    "ldmatrix.sync.aligned.m8n8.x1.shared": load_matrices,
     "ldmatrix.sync.aligned.m8n8.x4.shared": load_matrices,
 }
 INSTRUCTIONS |= {f"cvt.{kind}{bits}": convert_integer for kind in "us" for bits in (16, 32, 64)}

@@ -103,10 +103,10 @@ def times_power(x, n):
 
 
 @gluon.jit
-def copy_slab(ptr, row, n, place, BT: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
+def copy_slab(ptr, row, n, place, BT: gl.constexpr, N: gl.constexpr):
     """Starts to copy the first n rows of a tile [BT, N], which are `row` elements apart; the rows
-    after them become zero. WARPS: of the program."""
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [WARPS, 1], [1, 0])
+    after them become zero."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     i = gl.arange(0, BT, gl.SliceLayout(1, flat))[:, None]
     j = gl.arange(0, N, gl.SliceLayout(0, flat))[None, :]
     async_copy.async_copy_global_to_shared(place, ptr + (i * row + j), mask=i < n)

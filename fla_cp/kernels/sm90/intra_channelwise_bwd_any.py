@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fla_cp.kernels.sm90.intra_channelwise import SLAB
-from fla_cp.kernels.sm90.intra_channelwise_bwd import check_tile, why_not_bwd
 from fla_cp.kernels.sm90.intra_channelwise_bwd import safe_bwd_sm90_kernel as safe_bwd_of_chunk
+from fla_cp.kernels.sm90.intra_channelwise_bwd import why_not_bwd
 from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import mark_sm90_kernel
 from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.torch.intra import Inputs
@@ -56,7 +56,11 @@ def safe_bwd(
     the kernel of the other chunks writes. Raises ValueError for chunks that the kernel does not
     support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
-    check_tile(t, why_not_bwd(x, c, read.do, R))
+    reason = why_not_bwd(x, c, read.do, R)
+    if t.BK != 64:
+        reason = f"BK must be 64, got {t.BK}"
+    if reason:
+        raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason}")
     S = shape(rule, x.q.dtype, H, HV, K, V, t)
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
     programs, own, others = NC * (K // t.BK), out.dA_log, out.dA_log

@@ -23,35 +23,24 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from fla_cp.kernels.sm90.intra_channelwise import SLAB, largest_of, of_quarters
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, STEEPEST
 
-WARPS = gl.constexpr(8)
-"""The warps of a program. Two of them have the same 16 rows of a tile, and half of its columns
-each, so that a thread has half as many elements as with four."""
-
 STEP_ROWS = gl.constexpr(4)
 """Where tables of quarters have their second part: `references`."""
 
 
 @gluon.constexpr_function
-def result():
-    """The layout of a product's result [64, SLAB]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-
-
-@gluon.constexpr_function
 def by_quarter():
-    """The layout of a product's result [64, SLAB] as [4, 16, SLAB]: a quarter is that of two warps,
-    each of which has half of the columns."""
-    registers = [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]]
+    """The layout of a product's result [64, SLAB] as [4, 16, SLAB]: a quarter is a warp's."""
+    registers = [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[1, 0, 0], [2, 0, 0], [0, 0, 32]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [4, 16, 64])
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 16, 64])
 
 
 @gluon.jit
 def times(x, v):
     """x [64, SLAB], a product's result, times v [4, SLAB], a factor for each quarter."""
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLAB, 16])
     x = gl.convert_layout(gl.reshape(x, [4, 16, SLAB]), by_quarter()) * v[:, None, :]
-    return gl.convert_layout(gl.reshape(x, [64, SLAB]), result())
+    return gl.convert_layout(gl.reshape(x, [64, SLAB]), acc)
 
 
 @gluon.jit
@@ -99,20 +88,38 @@ def of_step(place, n: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def quarter_step(sums, s_s, s_f, s_table, n: gl.constexpr, REMOVES: gl.constexpr):
+def column_blocks(place):
+    """The four tiles [64, 16] of columns of a tile [64, 64] in shared memory, as left operands."""
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLAB, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    x = gl.permute(gl.reshape(place.load(left), [64, 2, 2, 16]), [0, 3, 1, 2])
+    even, odd = gl.split(x)
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return (
+        gl.convert_layout(a, left),
+        gl.convert_layout(b, left),
+        gl.convert_layout(c, left),
+        gl.convert_layout(d, left),
+    )
+
+
+@gluon.jit
+def quarter_step(sums, left, s_s, s_f, s_table, n: gl.constexpr, REMOVES: gl.constexpr):
     """Step n of `quarter_products`: adds what quarter n of the columns gives rows, and what quarter
     3 - n of the rows gives columns, and goes on to the next reference."""
     b_dq, b_dr, b_dc = sums
+    left_q, left_r = left
     m: gl.constexpr = 3 - n
     layout: gl.constexpr = gl.SliceLayout(1, by_quarter())
     w = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
     columns = s_f.index(0).slice(16 * n, 16)
     scores, rows = s_s.index(0).slice(16 * m, 16), s_f.index(2).slice(16 * m, 16)
-    b_dq = warpgroup_mma(s_s.index(0).slice(16 * n, 16, 1), columns, b_dq, is_async=True)
+    b_dq = warpgroup_mma(left_q, columns, b_dq, is_async=True)
     b_dc = warpgroup_mma(scores.permute((1, 0)), rows, b_dc, use_acc=n > 0, is_async=True)
     if REMOVES:
         scores, rows = s_s.index(1).slice(16 * m, 16), s_f.index(3).slice(16 * m, 16)
-        b_dr = warpgroup_mma(s_s.index(1).slice(16 * n, 16, 1), columns, b_dr, is_async=True)
+        b_dr = warpgroup_mma(left_r, columns, b_dr, is_async=True)
         b_dc = warpgroup_mma(scores.permute((1, 0)), rows, b_dc, is_async=True)
         b_dq, b_dr, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_dc))
     else:
@@ -134,16 +141,18 @@ def quarter_products(sums, s_s, s_f, s_table, REMOVES: gl.constexpr):
     """Adds what the scores add to the gradients of rows of q, of rows of beta k and of columns.
 
     sums: the three gradients [64, SLAB] so far, those of rows relative to the first reference,
-    those of columns relative to the chunk's end. The results are relative to their own reference.
-    s_s:
+    those of columns relative to their own. The results are relative to their own reference. s_s:
     gradients of the scores, zero on and above the diagonal. s_f: columns, what is not read, and
     both kinds of rows. s_table: of `store_references`."""
     b_dq, b_dr, b_dc = sums
+    left_q = column_blocks(s_s.index(0))
+    left_r = left_q
+    if REMOVES:
+        left_r = column_blocks(s_s.index(1))
     sums = b_dq, b_dr, b_dc
     for n in gl.static_range(4):
-        sums = quarter_step(sums, s_s, s_f, s_table, n, REMOVES)
-    own = of_own(s_table, gl.SliceLayout(1, by_quarter()))
-    return sums[0], sums[1], times(b_dc, own) + sums[2]
+        sums = quarter_step(sums, (left_q[n], left_r[n]), s_s, s_f, s_table, n, REMOVES)
+    return sums[0], sums[1], b_dc + sums[2]
 
 
 @gluon.jit

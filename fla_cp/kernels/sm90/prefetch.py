@@ -28,10 +28,9 @@ def to_l2(pointers):
 
 
 @gluon.jit
-def prefetch_tile(x, last, N: gl.constexpr, SIZE: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Prefetches N columns of SIZE bytes of the rows 0 to `last`, at most 63, of x (`Rows`). WARPS:
-    of the program."""
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def prefetch_tile(x, last, N: gl.constexpr, SIZE: gl.constexpr):
+    """Prefetches N columns of SIZE bytes of the rows 0 to `last`, at most 63, of x (`Rows`)."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     grain: gl.constexpr = GRAIN // SIZE
     n = gl.arange(0, 64 * (N // grain), flat)
     i = gl.minimum(n // (N // grain), last)

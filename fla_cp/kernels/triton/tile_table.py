@@ -89,7 +89,7 @@ is full nevertheless."""
 NARROW, DEEP = Tile(128, 64, 4, 2, folder="sm90"), Tile(128, 64, 4, 3, folder="sm90")
 BROAD = Tile(128, 128, 8, 2, folder="sm90")
 WHOLE = Tile(128, 128, 8, 1, folder="sm90")
-TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 8, 1, 128, folder="sm90")
+TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 4, 1, folder="sm90")
 """The safe path of the channelwise local stage, forward and backward."""
 QUARTERS_BWD = TALL_BWD._replace(stages=2)
 """TALL_BWD with a reference for each quarter of a chunk, which its stages tell. With any gate, its
