@@ -34,6 +34,7 @@ from fla_cp.train.config import TrainConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import backward
+from fla_cp.train.model import has_compiled_blocks
 from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.weights import local_tensor
 
@@ -46,9 +47,11 @@ MAX_GRAPHS = 4
 MARGIN = 1.15
 """With "auto" a graph is captured only if this many times the memory of an eager step is free."""
 
-PROVEN_RANKS = 2
-"""With "auto" nothing is captured on more ranks. On four GPUs, whose graphs no test had run before,
-the steps of a 340M model did not end, and why is not known yet (docs/log.md)."""
+PROVEN_RANKS, PROVEN_COMPILED = 4, 2
+"""With "auto" nothing is captured on more ranks than the first number, and with compiled blocks on
+more than the second. On four GPUs the steps of a 340M model with compiled blocks once did not end,
+and why is not known; without compiled blocks they do, and take a quarter of the time
+(docs/log.md)."""
 
 MAX_SEEN = 16
 """How many packings without a graph are remembered, with their tables."""
@@ -254,9 +257,9 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
     """The graphs that --cuda-graphs asks for, or None. They end before the ranks' groups.
 
     "auto" captures nothing on CPUs, and nothing that may wait for the host, that has not been
-    proven on GPUs, or that reduces gradients only after several micro-batches: more than
-    PROVEN_RANKS ranks, models of transformers, experts, --offload, softmax attention, and
-    --parallel.reduce step.
+    proven on GPUs, or that reduces gradients only after several micro-batches: more ranks than
+    PROVEN_RANKS or PROVEN_COMPILED, models of transformers, experts, --offload, softmax attention,
+    and --parallel.reduce step.
     """
     parallel, data = config.parallel, config.data
     wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
@@ -266,7 +269,8 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
         experts = isinstance(model, LanguageModel) and model.balance is not None
         eager = config.model.folder is not None or config.model.offload or experts
         softmax = config.model.folder is None and set(mixers_of(config.model)) & set(SOFTMAX)
-        eager = eager or bool(softmax) or ranks.world_size > PROVEN_RANKS
+        proven = PROVEN_COMPILED if has_compiled_blocks(model) else PROVEN_RANKS
+        eager = eager or bool(softmax) or ranks.world_size > proven
         if ranks.device.type != "cuda" or eager or not reduces:
             return None
     if wanted == "off":

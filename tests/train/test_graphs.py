@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fla_cp.train import graphs
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
 from fla_cp.train.graphs import (
     MAX_GRAPHS,
     MAX_SEEN,
+    PROVEN_COMPILED,
     PROVEN_RANKS,
     SEEN_BEFORE,
     Graph,
@@ -247,12 +249,14 @@ def test_auto_is_for_gpus_and_for_what_never_waits():
     assert not graphs_of(model, parse([*MODEL, "--cuda-graphs"]), gpu).auto
 
 
-def test_auto_is_for_as_many_ranks_as_were_proven():
-    """On four GPUs, steps through graphs did not end."""
+@pytest.mark.parametrize("compiled, proven", [(False, PROVEN_RANKS), (True, PROVEN_COMPILED)])
+def test_auto_is_for_as_many_ranks_as_were_proven(compiled, proven, monkeypatch):
+    """On four GPUs, steps of compiled blocks through graphs did not end."""
+    monkeypatch.setattr(graphs, "has_compiled_blocks", lambda _: compiled)
     model = torch.nn.Linear(1, 1)
-    for ranks in (PROVEN_RANKS, PROVEN_RANKS + 1, 4):
+    for ranks in (1, PROVEN_COMPILED, PROVEN_COMPILED + 1, PROVEN_RANKS, PROVEN_RANKS + 1):
         gpus = SimpleNamespace(device=torch.device("cuda"), at_end=[], world_size=ranks)
-        assert (graphs_of(model, parse(MODEL), gpus) is None) == (ranks > PROVEN_RANKS)
+        assert (graphs_of(model, parse(MODEL), gpus) is None) == (ranks > proven)
         assert graphs_of(model, parse([*MODEL, "--cuda-graphs", "on"]), gpus) is not None
 
 
