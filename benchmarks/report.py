@@ -36,8 +36,8 @@ README_PERFORMANCE, README_SCALING = "decays-kda", "cp"
 README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
 """The results of training steps that it shows, by model. They may be missing."""
 
-README_TWO_GPUS = "train-2-gpus"
-"""The result of training steps on one and on two GPUs that it shows. It may be missing."""
+README_SEVERAL_GPUS = "train-2-gpus", "train-4-gpus-selective"
+"""The results of training steps on one and on several GPUs that it shows. They may be missing."""
 
 README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
 README_STEP_TOKENS = 65536
@@ -388,7 +388,8 @@ def readme_scaling(result: Result) -> str:
 def readme_training(results: Mapping[str, Result]) -> str:
     """README's table of training steps. results: by name."""
     found = {model: results.get(name) for model, name in README_TRAINING.items()}
-    return report_steps.readme_steps(found, README_STEP_TOKENS, results.get(README_TWO_GPUS))
+    several = [results[name] for name in README_SEVERAL_GPUS if name in results]
+    return report_steps.readme_steps(found, README_STEP_TOKENS, several)
 
 
 def between(text: str, name: str, new: str) -> str:

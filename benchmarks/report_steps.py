@@ -4,7 +4,7 @@ benchmarks/report.py shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.report_tables import (
@@ -149,10 +149,12 @@ def _of_kind(kind: str) -> Callable[[Row], str]:
     return lambda r: number(r["profile"]["kinds"].get(kind, 0.0))
 
 
-def readme_steps(results: Mapping[str, Result | None], tokens: int, two: Result | None) -> str:
+def readme_steps(
+    results: Mapping[str, Result | None], tokens: int, several: Sequence[Result]
+) -> str:
     """README's list: one document, with the fastest flags of each model. results: by model.
-    tokens: its length, or the greatest that was measured for a model. two: a run on one and on two
-    GPUs."""
+    tokens: its length, or the greatest that was measured for a model. several: runs on one and on
+    several GPUs, of which the fastest step on the most GPUs is shown."""
     found: list[tuple[Steps, Result]] = []
     for model, result in results.items():
         of_one = (s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 1)
@@ -165,9 +167,12 @@ def readme_steps(results: Mapping[str, Result | None], tokens: int, two: Result 
         best = max(same, key=lambda s: s.ours["tokens_per_second"])
         on_two = Steps(best.by_gpus.get(2, {}), {}, best.by_gpus)
         found += [(s, result) for s in (best, on_two) if s is best or s.speed_up is not None]
-    if two is not None:
-        of_two = (s for s in steps(two) if s.ours["data"] == "one" and s.ours["gpus"] == 2)
-        found += [(s, two) for s in of_two if s.speed_up is not None]
+    for result in several:
+        shared = [s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] > 1]
+        shared = [s for s in shared if s.speed_up is not None]
+        if shared:
+            most = max(shared, key=lambda s: (s.ours["gpus"], s.ours["tokens_per_second"]))
+            found.append((most, result))
     lines = [f"- {_in_words(step)} {source(result)}{_note(result)}" for step, result in found]
     return "\n".join(lines) or f"Training steps, compared with FLA's own model class: {MISSING}."
 
@@ -175,9 +180,10 @@ def readme_steps(results: Mapping[str, Result | None], tokens: int, two: Result 
 def _in_words(steps: Steps) -> str:
     """A step's speed, and that of one GPU or of FLA's model in the same run."""
     ours, gpus = steps.ours, steps.ours["gpus"]
+    with_flags = f", `{ours['flags']}`" if ours["flags"] else ""
     text = (
         f"Training {ours['model']} on one document of {ours['tokens']} tokens, "
-        f"{gpus} GPU{'s' * (gpus > 1)}: {speed(ours)} tokens/s"
+        f"{gpus} GPU{'s' * (gpus > 1)}{with_flags}: {speed(ours)} tokens/s"
     )
     if "mfu" in ours:
         text += f", MFU {percent(ours['mfu'])}"

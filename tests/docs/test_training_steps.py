@@ -390,11 +390,12 @@ def test_readmes_list():
     first, second = text.splitlines()
     document = "- Training 340M on one document of 65536 tokens,"
     assert first.startswith(
-        f"{document} 1 GPU: 33000 tokens/s, MFU 50.0%, "
+        f"{document} 1 GPU, `--compile`: 33000 tokens/s, MFU 50.0%, "
         "1.65x the 20000 tokens/s of FLA's own model class. ["
     )
     assert second.startswith(
-        f"{document} 2 GPUs: 57000 tokens/s, MFU 45.6%, 1.73x the 33000 tokens/s of one GPU. ["
+        f"{document} 2 GPUs, `--compile`: 57000 tokens/s, MFU 45.6%, "
+        "1.73x the 33000 tokens/s of one GPU. ["
     )
     assert "1.3B" not in text  # not measured on one GPU in its file
     assert re.search(r"\(benchmarks/results/current/train-fla\.json\): GPU not recorded", text)
@@ -409,5 +410,11 @@ def test_readmes_list():
     text = report.readme_training({r.name: r for r in (beside, two)})
     assert "45.6%, 1.90x the 30000 tokens/s of one GPU. [train-2-gpus.json]" in text
     assert text.endswith(" Note: two machines.")
+    rows = [step_row("fla_cp", "340M", n, 30000.0 * n, "--compile") for n in (1, 2, 4)]
+    four = example(*rows, step_row("fla_cp", "340M", 4, 99000.0))
+    four = four._replace(name="train-4-gpus-selective")
+    text = report.readme_training({r.name: r for r in (two, four)})
+    assert len(text.splitlines()) == 2
+    assert "4 GPUs, `--compile`: 120000 tokens/s, MFU 45.6%, 4.00x the 30000 tokens/s" in text
     alone = example(step_row("fla_cp", "340M", 1, 30000.0))._replace(name="train-2-gpus")
     assert report.readme_training({alone.name: alone}).endswith(f"{MISSING}.")

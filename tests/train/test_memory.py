@@ -27,13 +27,13 @@ WITHIN = 0.05
 OLDER = "train-1.3B-split.json", "train-1.3B.json"
 """Results from before blocks were compiled."""
 
-IN_GRAPHS = "train-2-gpus-selective.json"
-"""Steps of blocks that are not compiled, in a CUDA graph. Their peak is the memory that torch
-reserved for the graph, with the gaps between tensors."""
+UNCOMPILED = "train-4-gpus-selective.json"
+"""Steps of blocks that are not compiled. The peak of those in a CUDA graph is the memory that torch
+reserved for it, with the gaps between tensors."""
 
-GAPS = 0.10
-"""The most by which the prediction for tensors was below such a peak, relatively to the peak;
-docs/training.md says it."""
+GAPS = {1: 0.10, 2: 0.10, 4: 0.14}
+"""The most by which the prediction for tensors was below such a peak, relatively to the peak, by
+GPUs; docs/training.md says it."""
 
 BYTES, RANDOM = 256, 32000
 """Vocabularies of the trainer's runs over stdlib, and of benchmarks.train."""
@@ -43,14 +43,22 @@ def rows(name):
     return json.loads((RESULTS / name).read_text())["rows"]
 
 
+def flags_of(row):
+    """The flags of a row of benchmarks.train, without those for its graph."""
+    own = re.sub(r" --cuda-graphs \w+", "", row["flags"])
+    return f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} {own}"
+
+
 def measured():
     """(flags, vocabulary, peak in GiB) of every step of the trainer in docs/performance.md."""
     for name in ("train", "train-2-gpus", "train-fla"):
         for row in rows(f"current/{name}.json"):
             if row["who"] != "fla_cp":  # a peer's model
                 continue
-            flags = f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} "
-            yield flags + row["flags"], RANDOM, row["peak_gib"]
+            yield flags_of(row), RANDOM, row["peak_gib"]
+    for row in rows(f"current/{UNCOMPILED}"):
+        if not row["cuda_graph"]:
+            yield flags_of(row), RANDOM, row["peak_gib"]
     for name in OLDER:
         for row in rows(f"current/{name}"):
             tokens = row.get("seq_len") or row["tokens"]
@@ -67,12 +75,12 @@ def predicted(flags, vocab_size=BYTES):
 def test_every_result_of_training_steps_is_compared():
     """Another result of the trainer in benchmarks/results/current belongs into `measured`."""
     found = {path.name for path in (RESULTS / "current").glob("train*.json")}
-    others = {"train.json", "train-2-gpus.json", "train-fla.json", IN_GRAPHS}
+    others = {"train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED}
     assert found == others | {*OLDER}
     page = " ".join((RESULTS.parents[1] / "docs/training.md").read_text().split())
     assert "was predicted within 5%" in page
-    assert "was predicted up to 10% too low" in page
-    assert len(list(measured())) == 12
+    assert "was predicted up to 10% too low, and 14% on four GPUs" in page
+    assert len(list(measured())) == 14
 
 
 @pytest.mark.parametrize("flags, vocab_size, peak_gib", list(measured()))
@@ -81,11 +89,14 @@ def test_predictions_are_near_what_was_measured(flags, vocab_size, peak_gib):
     assert abs(found.gib / peak_gib - 1) < WITHIN, f"{found.table()}\nmeasured {peak_gib} GiB"
 
 
-@pytest.mark.parametrize("row", rows(f"current/{IN_GRAPHS}"), ids=lambda row: f"cp{row['gpus']}")
+@pytest.mark.parametrize(
+    "row",
+    [row for row in rows(f"current/{UNCOMPILED}") if row["cuda_graph"]],
+    ids=lambda row: f"cp{row['gpus']}",
+)
 def test_graphs_reserve_little_more_than_predicted(row):
-    flags = f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} {row['flags']}"
-    found = predicted(flags, RANDOM)
-    assert 0 <= 1 - found.gib / row["peak_gib"] < GAPS, f"{found.table()}\n{row['peak_gib']}"
+    found, most = predicted(flags_of(row), RANDOM), GAPS[row["gpus"]]
+    assert 0 <= 1 - found.gib / row["peak_gib"] < most, f"{found.table()}\n{row['peak_gib']}"
 
 
 LONG = (RESULTS.parents[1] / "docs/long-context.md").read_text()
