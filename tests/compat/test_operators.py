@@ -89,6 +89,21 @@ def test_norm_gate_and_sigmoid_inside(name):
         assert_exact(key, value, exact[key])
 
 
+@pytest.mark.parametrize("name", [n for n in INSIDE if BY_NAME[MEMBER[n]].beta])
+def test_a_sigmoid_inside_alone_leaves_betas_between_0_and_1(name):
+    """`allow_neg_eigval` doubles them."""
+    member, x, keywords = of(name, Call(T=70))
+    raw = torch.linspace(-3, 3, x["beta"].numel(), dtype=x["beta"].dtype).view_as(x["beta"])
+    exact = call(name, x | {"beta": raw.sigmoid()}, member, **keywords)
+    given = keywords | {"use_beta_sigmoid_in_kernel": True}
+    for key, mine, theirs in zip(
+        ("o", "final_state"), call(name, x | {"beta": raw}, member, **given), exact, strict=True
+    ):
+        assert_exact(key, mine, theirs)
+    o, _ = call(name, x | {"beta": raw}, member, **given, allow_neg_eigval=True)
+    assert (o - exact[0]).norm() > 1e-2 * exact[0].norm()
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_the_delta_rule_has_no_decay(name):
     shape = CALLS["packed"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -174,6 +175,7 @@ def main() -> int:
     facts = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "ptxas": triton.knobs.nvidia.ptxas.version,

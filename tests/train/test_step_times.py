@@ -161,6 +161,9 @@ def test_line_of_a_step():
     text = _brief(more, True)
     assert text.endswith("GPU 42 ms, host 30 ms  exchange 3.2 of 12.0 ms  rank 1 slowest by 4.5 ms")
     assert "exchange" not in _brief(more, False)
+    assert "MFU" not in text  # on a device whose peak is not known
+    known = Metrics(**{**metrics.finite(), "mfu": 0.4123})
+    assert " a rank)  MFU 41.2%  1.00 GiB" in _brief(known, True)
 
 
 def test_documented_names_are_those_of_the_metrics():
