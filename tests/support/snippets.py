@@ -294,7 +294,8 @@ ENTRY = {
 
 def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
     """Runs a command in a folder, and returns what it prints. Raises AssertionError if it fails."""
-    command = [str(ROOT / word) if word == "launch/train.py" else word for word in words]
+    of_clone = "launch/", "examples/"
+    command = [str(ROOT / word) if word.startswith(of_clone) else word for word in words]
     if command[0] in ENTRY:
         command[:1] = [sys.executable, "-c", ENTRY[command[0]]]
     elif command[0] == "python":
