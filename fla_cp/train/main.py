@@ -1,4 +1,4 @@
-"""Trains a KDA language model with the sequence sharded over ranks.
+"""Trains a language model on one or several ranks, which may share each sequence.
 
 torchrun --nproc-per-node 4 launch/train.py --cp 4
 torchrun launch/train.py --cp 4          # launches its four ranks itself

@@ -199,9 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "fla-cp-plot", description="Draws losses and tokens/s of runs into one picture."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--out", type=Path, default=Path("runs.png"), help="default: %(default)s")
-    parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=int, default=1, help="steps that a line is the mean of")
+    out = "picture to write; its ending says which kind (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("runs.png"), help=out)
+    axis = "horizontal axis: steps, or tokens read so far (default: %(default)s)"
+    parser.add_argument("--x", choices=AXES, default="step", help=axis)
+    smooth = "draw means of so many steps (default: %(default)s, which draws each step)"
+    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help=smooth)
     given = parser.parse_args(argv)
     try:
         if given.smooth < 1:

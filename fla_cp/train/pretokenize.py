@@ -205,14 +205,18 @@ def _join(shards: Shards, folder: Path) -> str:
 def run(argv: Sequence[str] | None = None) -> int:
     """Tokenises as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
     parser = Parser(
-        "fla-cp-tokenize", description="Writes token files for fla-cp-train --data memmap:OUT."
+        "fla-cp-tokenize", description="Tokenises documents for fla-cp-train --data memmap:OUT."
     )
     about = "stdlib, text:PATH or hf:PATH, as for fla-cp-train --data"
     parser.add_argument("source", metavar="SOURCE", help=about)
-    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
+    parser.add_argument(
+        "--tokenizer", required=True, help="folder of a tokenizer that transformers saved"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
     parser.add_argument("--column", help="column of hf:PATH that holds texts or conversations")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    processes = "processes that tokenise (default: %(default)s, one for each processor)"
+    count = os.cpu_count() or 1
+    parser.add_argument("--processes", type=int, default=count, help=processes)
     given = parser.parse_args(argv)
     if find_spec("tqdm") is None:
         print("error: fla-cp-tokenize needs tqdm: pip install 'fla_cp[hf]'", file=sys.stderr)
