@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import units
 from benchmarks.ops import environment
 
 STEPS, REPEATS = 5, 5
@@ -352,8 +353,8 @@ def main() -> None:
     def keep(found: list[dict[str, Any]]) -> None:
         rows.extend(found)
         if args.out:
-            unit = "ms of a call, calls back to back, medians"
-            unit += "; of the slowest rank" if args.ranks else ""
+            unit = units.CALLS
+            unit += ", of the slowest rank" if args.ranks else ""
             kind = "attention over ranks" if args.ranks else "attention"
             result = {**environment(), "benchmark": kind, "unit": unit, "rows": rows}
             args.out.write_text(json.dumps(result, indent=1) + "\n")

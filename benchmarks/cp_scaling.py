@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import host
+from benchmarks import host, units
 from benchmarks.ops import environment
 from benchmarks.shapes import Shape
 
@@ -427,7 +427,7 @@ def main() -> None:
             rows += json.loads(Path(folder, f"rows{R}.json").read_text())
         if args.out:
             rows = with_efficiency(rows)
-            found = {**environment(), "unit": "ms a step, steps back to back", "rows": rows}
+            found = {**environment(), "unit": units.STEPS, "rows": rows}
             args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(with_efficiency(rows)))
     if args.out:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import units
 from benchmarks.members import DECAYS, MEMBERS, draws, log_decay, peer
 from benchmarks.ops import (
     Call,
@@ -47,10 +48,7 @@ from benchmarks.shapes import SHAPES, Shape
 TURNS = 2
 """How often everything is timed, in turn."""
 
-UNIT = (
-    "ms of the device, medians, one number for each turn; differences from our results: relative, "
-    "in norms, of o and the largest one of a gradient"
-)
+UNIT = units.DECAYS
 PEERS = {"kda": ("fla", "cudnn"), "gdn": ("flashqla", "fla")}
 OURS = {"kda": ("fla_cp", "fla_cp-kept"), "gdn": ("fla_cp",)}
 """fla_cp-kept: with `disable_recompute`."""

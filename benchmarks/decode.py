@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import units
 from benchmarks.ops import bandwidth, environment, milliseconds
 from fla_cp.nn.cache import LayerCache
 from fla_cp.train.decoding import EAGER_CALLS, DecodeStep, Decoding, in_dtype, step_bytes, why_eager
@@ -32,10 +33,7 @@ from fla_cp.train.generate import Sampling, make_caches, next_logits
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import parse
 
-UNIT = (
-    "ms of a step, medians; graph: of the device; loop: of the wall clock, the host reading each "
-    "token; bytes of a step and bandwidth are counted in GB"
-)
+UNIT = units.DECODE
 VOCABULARY = 32000
 PROMPT, ROOM = 64, 1024
 """Tokens in the caches before the first step, and how many more fit."""

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import units
 from benchmarks.ops import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ LAUNCHERS = {
 """The module that starts a script of examples/ on so many ranks, and its arguments."""
 
 LINE = re.compile(r"step (\d+): loss (\S+), (\d+) tokens/s, (\S+) GiB")
-UNIT = "tokens/s: the median of all steps but the first; peak_gib: of the first GPU"
+UNIT = units.EXAMPLE
 
 
 def started(command: list[str], limit: float) -> tuple[str, str | None, float]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks import units
 from benchmarks.ops import environment
 
 HV, K, V = 32, 128, 128
@@ -99,7 +100,7 @@ def work(rank: int, R: int, store: str, out: Path | None) -> None:
     if rank == 0:
         print("\n".join(map(str, rows)))
         if out is not None:
-            result = environment() | {"unit": "microseconds, medians of 60", "rows": rows}
+            result = environment() | {"unit": units.EXCHANGE, "rows": rows}
             out.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 

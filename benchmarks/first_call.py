@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import units
+
 MODES = ("one by one", "side by side", "warm cache")
-UNIT = "seconds of the host until the GPU is done"
+UNIT = units.FIRST_CALL
 
 AGAIN = 3
 """Calls with the first T after the first call; the fastest is what a call takes from then on."""

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import units
 from benchmarks.members import MEMBERS, draws, options
 from benchmarks.shapes import Shape
 
@@ -46,7 +47,7 @@ WARM_PACKINGS = 100
 REPEATS = 50
 """Calls in a row with the same packing."""
 
-UNIT = "ms of wall clock for a forward and a backward; the device is waited for once, at the end"
+UNIT = units.PACKINGS
 
 
 class Replay(NamedTuple):

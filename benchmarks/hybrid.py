@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import units
 from benchmarks.attention import LAYOUTS, STEPS, numbers, rank_times
 from benchmarks.ops import environment
 from fla_cp import FLACPContext, build_cp_context, zigzag_token_ranges
@@ -225,8 +226,7 @@ def main() -> None:
             multiprocessing.spawn(work, (R, args, folder), nprocs=R)
             rows += json.loads(Path(folder, f"rows{R}.json").read_text())
         if args.out:
-            unit = "ms of a step, steps back to back, medians, of the slowest rank"
-            found = {**environment(), "benchmark": "hybrid", "unit": unit}
+            found = {**environment(), "benchmark": "hybrid", "unit": units.HYBRID}
             found |= {"layouts": ",".join(args.layouts), "together": args.together}
             found["rows"] = with_ratios(rows)
             args.out.write_text(json.dumps(found, indent=1) + "\n")

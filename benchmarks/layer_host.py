@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import units
+
 LAYERS = {"kda": ("KimiDeltaAttention", {"gate_lower_bound": -5.0}), "gdn": ("GatedDeltaNet", {})}
 
 SIZES = {"cuda": {"hidden_size": 2304, "num_heads": 18}, "cpu": {"hidden_size": 16, "num_heads": 1}}
@@ -39,7 +41,7 @@ WITHOUT_KERNEL = {f"aten::{name}" for name in (_VIEWS + _EMPTY).split()}
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync")
 
-UNIT = "ms of the host, medians; nothing is queued on the device before a call"
+UNIT = units.LAYER_HOST
 
 
 @contextmanager

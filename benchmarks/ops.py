@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import host
+from benchmarks import host, units
 from benchmarks.host import host_milliseconds
 from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
 from benchmarks.shapes import MOST_DIM, SHAPES, Shape
@@ -228,11 +228,7 @@ def environment() -> dict[str, object]:
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "commit": commit or None,
-        "unit": "ms of the device, medians; host_ms: until the call returns; chained_host_ms: of "
-        f"one of {CHAIN} calls with one backward; one_thread_host_ms: with the backward on the "
-        "calling thread, as in the trainer; bare_ms: the host's for the same launches alone; "
-        "bare_autograd_ms: the same, with those of the backward in a backward; "
-        "peak_gib: with inputs",
+        "unit": units.OPS.format(chain=CHAIN),
     }
     if torch.cuda.is_available():
         import triton

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report_tables
+from benchmarks import report_tables, units
 from benchmarks.ops import environment
 from benchmarks.plot import pyplot
 from benchmarks.report_tables import Result
@@ -38,10 +38,7 @@ TRAINING = "--data needle:128 --seq-len 512 --global-batch-size 4 --max-steps 15
 LENGTHS, DEPTHS, COUNT = (32, 128, 512, 2048, 8192), 5, 8
 """Tokens of a document, depths of the needle in it, and needles of each kind."""
 
-UNIT = (
-    "share of right answers by length and depth; training_s, cpu_s: wall time of the whole command "
-    "that trains, and its processor time over all cores"
-)
+UNIT = units.RECALL
 
 
 def script(name: str, *words: str) -> str:

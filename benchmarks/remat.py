@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks import units
 from benchmarks.ops import environment, host_milliseconds, milliseconds, peak_gib
 from fla_cp import FLACPContext, build_cp_context, remat
 from fla_cp.train.model import Decoder, build_model
@@ -34,7 +35,7 @@ MODES = {
     "selective, offload": "--remat selective --offload",
     "full, offload": "--remat full --offload",
 }
-UNIT = "ms of the device and of the host, medians; peak_gib: with weights and input"
+UNIT = units.REMAT
 BUDGET = 2e-2
 """Largest relative L2 difference of a gradient in bf16."""
 

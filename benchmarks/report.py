@@ -323,7 +323,7 @@ PAGE = """\
 edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
 bf16, with K = V = 128, unless a table says otherwise. Compare numbers only within one table:
 clocks, hosts and kernels differ between runs. "Command" is how today's programs write the same kind
-of file. "Unit" quotes the file, so names in it, such as `host_ms`, are those of the file.
+of file. "Unit" says what the numbers are; names in it, such as `host_ms`, are those of the file.
 [log.md](log.md) tells what was tried and what each result taught; it also names older results,
 which are in benchmarks/results/archive.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from benchmarks import units
 from benchmarks.host import COUNTS
 from benchmarks.shapes import SHAPES
 
@@ -111,7 +112,8 @@ def described(result: Result, command: str) -> str:
         source(result, "../"),
         f"Command: {command}." if command else "No benchmark writes this file: see docs/log.md.",
     ]
-    texts = {name: result.data.get(name, "").strip().rstrip(".") for name in ("unit", "note")}
+    unit = units.shown(result.data.get("unit", ""))
+    texts = {"unit": unit, "note": result.data.get("note", "").strip().rstrip(".")}
     return "\n".join(lines + [f"{upper(name)}: {text}." for name, text in texts.items() if text])
 
 

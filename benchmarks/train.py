@@ -38,7 +38,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import step_profile
+from benchmarks import step_profile, units
 from benchmarks.ops import compiled_together, environment
 from benchmarks.step_profile import Row
 from benchmarks.training_sides import PEER, VOCABULARY, Case, FLAModel, Side, Trainer, meta_model
@@ -380,8 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import fla_cp.kernels.triton.backend  # noqa: F401, chooses the ptxas that the result names
     facts = environment() | {
         "benchmark": "train",
-        "unit": "tokens/s over all GPUs at the median step; host_ms: until the calls of a step "
-        f"return; MFU of {PEAK_FLOP_S / 1e12:.0f} TFLOP/s a GPU",
+        "unit": units.TRAIN.format(tflop_s=f"{PEAK_FLOP_S / 1e12:.0f}"),
     }
     rows = kept(args.out, facts)
     wanted = cases(args)

@@ -56,11 +56,13 @@ DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_
 class Progress:
     """How far a run is. step: how many optimiser steps were taken or skipped, which is also the
     number of batches consumed. skipped: how many of them were skipped. packs: how many packs these
-    batches had, which --global-batch-size may change when a run is resumed."""
+    batches had, which --global-batch-size may change when a run is resumed. tokens: how many tokens
+    these packs had, which --seq-len may change as well."""
 
     step: int = 0
     skipped: int = 0
     packs: int = 0
+    tokens: int = 0
 
 
 def complete(folder: Path) -> bool:
@@ -415,10 +417,13 @@ def load(
     if f"cuda-{ranks.rank}" in random:
         torch.cuda.set_rng_state(random[f"cuda-{ranks.rank}"], ranks.device)
     progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
-    if "packs" in state["progress"]:
-        return progress
-    # a version that did not record packs: as if no batch had another size
-    return replace(progress, packs=progress.step * record["data"].get("global_batch_size", 0))
+    # versions that did not record packs or tokens: as if no batch or no pack had another size
+    if "packs" not in state["progress"]:
+        size = record["data"].get("global_batch_size", 0)
+        progress = replace(progress, packs=progress.step * size)
+    if "tokens" not in state["progress"]:
+        progress = replace(progress, tokens=progress.packs * record["data"].get("seq_len", 0))
+    return progress
 
 
 def first_cause(error: BaseException) -> str:

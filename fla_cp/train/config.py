@@ -91,7 +91,7 @@ class ModelConfig:
     """Use the embedding as the output head."""
     vocab_size: int | None = None
     """Rows of the embedding and of the head, such as those of a model for --init-from. None: as
-    many as the data have tokens, which is the least."""
+    many as the data have tokens; fewer are refused."""
     norm_eps: float | None = None
     """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
     size, 1e-5 or 1e-6 (qwen3-next)."""
@@ -143,8 +143,8 @@ class ModelConfig:
     gates and SwiGLU, but no operator and no exchange between ranks. full: everything, exchanges
     too; --remat alone means full. docs/training.md has the bytes that each one keeps."""
     offload: Annotated[bool, _short("--offload")] = False
-    """Let what each block keeps wait for the backward in the host's memory: only on GPUs. It goes
-    over PCIe twice a step, so prefer it with --remat full or selective, which keep least."""
+    """Keep what each block saves for its backward in the host's memory; only on GPUs. It goes over
+    PCIe twice a step, so prefer it with --remat full or selective, which keep least."""
 
     @property
     def folder(self) -> str | None:
@@ -181,10 +181,10 @@ class DataConfig:
     """Folder for tokenised documents, which may be deleted at any time. None: fla_cp in
     $XDG_CACHE_HOME or ~/.cache."""
     cache_gib: float = 64.0
-    """GiB of tokenised documents that the cache may have, those of all data together; of more, the
-    least recently used are deleted."""
+    """Most GiB that the cache may take for the tokenised documents of all data sets together. If
+    there are more, the least recently used ones are deleted."""
     seq_len: Annotated[int, _short("--seq-len")] = 4096
-    """Tokens of a pack; documents are packed into it, none attends to another."""
+    """Tokens of a pack: a row that is filled with documents, none of which attends to another."""
     global_batch_size: Annotated[int, _short("--global-batch-size")] = 2
     """Packs of a step, over all data-parallel ranks."""
     micro_batch_size: Annotated[int | None, _short("--micro-batch-size")] = None
@@ -212,8 +212,9 @@ class ParallelConfig:
     dp_replicate: Annotated[int, _short("--dp-replicate")] = 1
     """Data-parallel replicas of the sharded parameters (HSDP)."""
     layout: Literal["contiguous", "zigzag", "uneven"] = "contiguous"
-    """Which tokens a cp rank owns: one run, two mirrored ones, or for --check-parity alone one run
-    that is twice as long on the second rank as on the first, and so on."""
+    """Which tokens of a sequence a cp rank owns. contiguous: one range. zigzag: two ranges, which
+    mirror each other about the middle. uneven, for --check-parity only: one range, which is twice
+    as long on the second rank as on the first, and so on."""
     exchange: Annotated[
         Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"
@@ -242,14 +243,15 @@ class ParallelConfig:
     but holds a copy of all in the compute dtype. auto: never where one rank has all parameters, and
     where the copy takes at most 1 GiB."""
     notice_seconds: float = 60.0
-    """Without progress for so long, rank 0 (or the lowest that lives) says who waits for whom."""
+    """After so many seconds without progress, rank 0 (or the lowest that lives) says which ranks
+    wait for which."""
     timeout_seconds: float = 600.0
-    """Without progress on any rank for so long, the run ends with exit code 4. A rank makes
-    progress with each micro-batch and each exchange of states; raise this where the forward or
-    backward of one takes longer. The first step, checkpoints and --check-parity may take longer
+    """After so many seconds without progress on any rank, the run ends with exit code 4. A rank
+    makes progress with each micro-batch and each exchange of states; raise this where the forward
+    or backward of one takes longer. The first step, checkpoints and --check-parity may take longer
     while their process lives."""
     rendezvous_seconds: float = 120.0
-    """How long ranks wait for each other at the start."""
+    """How many seconds ranks wait for each other at the start."""
     max_restarts: Annotated[int, _short("--max-restarts")] = 0
     """How often ranks that this process launched are started again after a failure, from the newest
     checkpoint; not after a mistake (exit code 2) or a diverged run (3). torchrun has its own."""
@@ -326,7 +328,7 @@ class RunConfig:
     checkpoint_every: Annotated[int, _short("--checkpoint-every")] = 0
     """Steps between checkpoints. The end of a run and SIGTERM or SIGINT write one in any case."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """How many checkpoints are kept: the newest ones."""
     resume: Annotated[str, _short("--resume")] = "none"
     """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
     auto without --out looks in the newest runs/ folder of this model that has a checkpoint.
@@ -343,7 +345,8 @@ class RunConfig:
     log_every: Annotated[int, _short("--log-every")] = 10
     """Steps between printed lines where there is no terminal for a progress bar."""
     max_skips: Annotated[int, _short("--max-skips")] = 10
-    """Steps in a row whose loss or gradient is not finite, all skipped, that end the run."""
+    """A step whose loss or gradient is not finite is skipped. So many of them in a row end the
+    run."""
     tracker: Annotated[str, _short("--tracker")] = "tensorboard"
     """Where metrics go besides metrics.jsonl: names with commas between them of tensorboard, wandb,
     mlflow, comet_ml, aim, swanlab, clearml, dvclive, trackio; or none."""
@@ -388,7 +391,8 @@ class ParityConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Trains a KDA language model with the sequence sharded over ranks."""
+    """Trains a language model of linear attention, or a hybrid with softmax attention, on one or
+    several ranks. With --cp, ranks share each sequence."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -361,26 +361,37 @@ def _lengths(text: str) -> list[int]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         "fla-cp-evaluate",
-        description="Measures and draws held-out loss, perplexity and recall of a model.",
+        description="Measures held-out loss, perplexity and recall of a model, and draws them.",
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
     parser.add_argument("--data", help="held-out data, as in fla-cp-train; default: the run's")
-    parser.add_argument("--packs", type=int, default=16, help="held-out packs; 0: no held-out loss")
+    packs = "number of held-out packs (default: %(default)s); 0 leaves out the held-out loss"
+    parser.add_argument("--packs", type=int, default=16, help=packs)
     parser.add_argument("--seq-len", type=int, help="tokens of a pack; default: the run's, or 4096")
     parser.add_argument("--tokenizer", help="folder of a tokenizer; default: the model's")
     parser.add_argument("--column", help="column of hf:PATH; default: the run's")
-    parser.add_argument("--cache", help="folder for tokenised documents, as --data.cache")
-    parser.add_argument("--text", type=Path, help="a text file, of which to give the perplexity")
-    parser.add_argument("--needle", type=_lengths, default=[], help="lengths, such as 512,2048")
-    parser.add_argument("--needle-depths", type=int, default=5, help="depths from 0 to 1")
-    parser.add_argument("--needle-count", type=int, default=8, help="needles of each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cp", type=int, default=1, help="ranks, which share each sequence")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("evaluation.png"), help="the picture")
-    parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    parser.add_argument("--cache", help="as --data.cache of fla-cp-train")
+    parser.add_argument("--text", type=Path, help="text file whose perplexity is measured")
+    needle = "recall of needles in documents of these lengths, such as 512,2048"
+    parser.add_argument("--needle", type=_lengths, default=[], metavar="LENGTHS", help=needle)
+    depths = "number of depths in a document, from its begin to its end (default: %(default)s)"
+    parser.add_argument("--needle-depths", type=int, default=5, help=depths)
+    count = "needles for each length and depth (default: %(default)s)"
+    parser.add_argument("--needle-count", type=int, default=8, help=count)
+    seed = "seed of the needles and of random data (default: %(default)s)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
+    cp = "ranks that share each sequence, as many as torchrun starts (default: %(default)s)"
+    parser.add_argument("--cp", type=int, default=1, help=cp)
+    device = "auto, the default, takes GPUs if there are any"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    dtype = "compute dtype; auto, the default: bfloat16 on GPUs, float32 on the CPU"
+    dtypes = ("auto", "float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help=dtype)
+    out = "picture to write, beside which the figures go as JSON (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("evaluation.png"), help=out)
+    trust = "load a checkpoint whose pickles may run any code; otherwise it is refused"
+    parser.add_argument("--trust-checkpoint", action="store_true", help=trust)
     return parser.parse_args(argv)
 
 

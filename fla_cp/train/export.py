@@ -225,9 +225,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a checkpoint in it")
     parser.add_argument("out", type=Path, metavar="DIR", help="folder to write, new or empty")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file")
-    parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the weights in the files; bfloat16 rounds them, but A_log, dt_bias and "
+        "the biases of routers stay float32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-bytes",
+        type=int,
+        default=SHARD_BYTES,
+        help="largest size of a file in bytes, unless one tensor alone is larger "
+        "(default: %(default)s)",
+    )
+    trust = "load a checkpoint whose pickles may run any code; otherwise it is refused"
+    parser.add_argument("--trust-checkpoint", action="store_true", help=trust)
     given = parser.parse_args(argv)
     try:
         line = export(

@@ -384,24 +384,30 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Generates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
     parser = Parser(
-        "fla-cp-generate", description="Continues prompts with the weights of a run or folder."
+        "fla-cp-generate", description="Continues prompts with the model of a run or a folder."
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
-    parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
-    parser.add_argument("--prompt-file", action="append", type=Path, default=[], help="likewise")
+    text = "text to continue; may be repeated"
+    parser.add_argument("--prompt", action="append", default=[], help=text)
+    file = "file with a prompt; may be repeated"
+    parser.add_argument("--prompt-file", action="append", type=Path, default=[], help=file)
     most = "most tokens to generate for each prompt; default: 64"
     parser.add_argument("--max-new-tokens", type=int, default=64, help=most)
-    greedy = "0, the default, takes the likeliest token"
+    greedy = "divides the logits before sampling; 0, the default, takes the likeliest token"
     parser.add_argument("--temperature", type=float, default=0.0, help=greedy)
     share = "sample from the likeliest tokens of this total probability; default: 1, all"
     parser.add_argument("--top-p", type=float, default=1.0, help=share)
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
-    parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default: 0")
+    sharing = "ranks that share each prompt, as many as torchrun starts; default: 1"
+    parser.add_argument("--cp", type=int, default=1, help=sharing)
+    weights = "dtype of the weights; default: float32"
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=weights)
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=usual, help="cpu, cuda or cuda:NUMBER")
-    parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    where = "cpu, cuda or cuda:NUMBER; default: cuda if there is a GPU, else cpu"
+    parser.add_argument("--device", default=usual, help=where)
+    trust = "load a checkpoint whose pickles may run any code; otherwise it is refused"
+    parser.add_argument("--trust-checkpoint", action="store_true", help=trust)
     own = "folder of a tokenizer; default: the one that the model was trained with"
     parser.add_argument("--tokenizer", type=Path, help=own)
     words = list(sys.argv[1:] if argv is None else argv)

@@ -1,7 +1,7 @@
-"""A lock on the run folder, so that only one run uses it: rank 0 holds RUN/.lock while it lives.
+"""Locks on files: rank 0 of a run holds RUN/.lock while it lives, so that only one run uses it.
 
 The lock is the kernel's (flock), not the file: it ends with the process, even if that is killed, so
-nothing has to be cleaned up. The file says who holds the lock, for the message to a second run.
+nothing has to be cleaned up. The file says who holds the lock, for the message to a second one.
 Network file systems share the lock between hosts if they are mounted that way: NFS is, Lustre with
 `-o flock`. Where locks do not exist, a note says so.
 """
@@ -14,8 +14,10 @@ import json
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 from fla_cp.train.config import UserError
 
@@ -23,33 +25,33 @@ from fla_cp.train.config import UserError
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class RunLock:
-    """A context manager that holds at most one run folder, from `take` to the end of the block."""
+class FileLock:
+    """A context manager that holds at most one file, from `take` to the end of the block.
 
-    def __init__(self) -> None:
+    refusal: the message to a second process, from the words that name the holder.
+    """
+
+    def __init__(self, refusal: Callable[[str], str]) -> None:
+        self._refusal = refusal
         self._handle: int | None = None
-        self._run: Path | None = None
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._close()
 
-    def take(self, run: Path) -> None:
-        """Locks a folder that exists, or prints that its file system has no locks.
+    def take(self, path: Path) -> None:
+        """Locks a file, which is made if need be, or prints that its file system has no locks.
 
-        Does nothing if this object holds the folder already. Raises UserError that names the holder
-        if another run has it, and OSError if the lock file cannot be written.
+        Raises UserError that names the holder if another process has it, and OSError if the file
+        cannot be written.
         """
-        if self._run == run:
-            return
         self._close()
-        path = run / ".lock"
         # Python closes this descriptor on exec: programs that a rank starts do not hold the lock.
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _flock(handle, run)
+            self._flock(handle, path.parent)
             holder = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
@@ -61,7 +63,7 @@ class RunLock:
         except BaseException:
             os.close(handle)
             raise
-        self._handle, self._run = handle, run
+        self._handle = handle
         # A forked child, such as a data loader's worker, would hold it after the rank has ended.
         mine = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := mine()) and close())
@@ -70,25 +72,45 @@ class RunLock:
         # LOCK_UN in a forked child would also release the parent's lock.
         if self._handle is not None:
             os.close(self._handle)
-        self._handle = self._run = None
+        self._handle = None
+
+    def _flock(self, handle: int, folder: Path) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(self._refusal(_holder(handle))) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            print(
+                f"note: the file system of {folder} has no locks (flock: {error.strerror}), so a "
+                "second run in this folder would not be noticed",
+                flush=True,
+            )
+        if not os.fstat(handle).st_nlink:  # the holder removed the file when it ended, just now
+            raise UserError(self._refusal(_holder(handle)))
 
 
-def _flock(handle: int, run: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"run folder {run} is in use by {_holder(handle)}; end that run, or name another "
-            "folder with --out"
-        ) from None
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        print(
-            f"note: the file system of {run} has no locks (flock: {error.strerror}), so a second "
-            "run in this folder would not be noticed",
-            flush=True,
+class RunLock(FileLock):
+    """A context manager that holds at most one run folder, from `take` to the end of the block."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda holder: (
+                f"run folder {self._run} is in use by {holder}; end that run, or name another "
+                "folder with --out"
+            )
         )
+        self._run: Path | None = None
+
+    def take(self, run: Path) -> None:
+        """Locks a folder that exists; see FileLock.
+
+        Does nothing if this object holds the folder already.
+        """
+        if self._handle is None or self._run != run:
+            self._run = run
+            super().take(run / ".lock")
 
 
 def _holder(handle: int) -> str:

@@ -1,4 +1,4 @@
-"""Trains a KDA language model with the sequence sharded over ranks.
+"""Trains a language model on one or several ranks, which may share each sequence.
 
 torchrun --nproc-per-node 4 launch/train.py --cp 4
 torchrun launch/train.py --cp 4          # launches its four ranks itself
@@ -349,7 +349,8 @@ class Loop:
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
         packs = self.progress.packs + config.data.global_batch_size
-        self.progress = checkpoint.Progress(step, skipped, packs)
+        tokens = self.progress.tokens + tokens_per_step(config)
+        self.progress = checkpoint.Progress(step, skipped, packs, tokens)
 
         every = config.run.eval_every
         self._record(
@@ -412,6 +413,7 @@ class Loop:
                 skipped=self.progress.skipped,
                 expert_load=balance.load if balance is not None else None,
                 mfu=mfu,
+                tokens=self.progress.tokens,
                 **({} if times is None else self._shown(every, worst)),
             )
         )

@@ -431,16 +431,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         "fla-cp-memory",
         description="Predicts the peak memory of a training step on each rank, and the longest "
-        "length that fits. All other flags are those of fla-cp-train.",
+        "--seq-len that fits into --memory-gib. It also takes all flags of fla-cp-train.",
     )
     parser.add_argument(
         "--memory-gib",
         type=float,
         default=MEMORY_GIB,
-        help="memory of a GPU, for the longest length (default: %(default)s, an H200's)",
+        help="memory of each GPU, in which the longest --seq-len is searched (default: "
+        "%(default)s, which an H200 has)",
     )
     parser.add_argument(
-        "--no-longest", action="store_true", help="leave out the longest length, which takes longer"
+        "--no-longest",
+        action="store_true",
+        help="predict only the given --seq-len, and skip the search for the longest one that fits, "
+        "which takes most of the time",
     )
     own, flags = parser.parse_known_args(argv)
     try:

@@ -38,7 +38,9 @@ class Metrics:
     wait for them, of which exchange_ms is the part that other work did not hide. slowest_rank: the
     rank that waited least for others, and wait_ms: how much longer the others waited on average; of
     several ranks. host_ms: until the host had issued forward, backward and the sums over ranks.
-    device_ms: the time of the same on the GPU's stream. Both are maxima over ranks.
+    device_ms: the time of the same on the GPU's stream. Both are maxima over ranks. tokens: how
+    many tokens the run has read, from its first step to this one; None in lines of versions before
+    this was recorded.
     """
 
     step: int
@@ -58,6 +60,7 @@ class Metrics:
     wait_ms: float | None = None
     host_ms: float | None = None
     device_ms: float | None = None
+    tokens: int | None = None
 
     def finite(self) -> dict[str, Any]:
         """The fields as JSON values: NaN and infinities become None."""

@@ -32,25 +32,25 @@ Points = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run to draw. rows: the lines of its metrics. scale: what one step is on the axis."""
+    """A run to draw. rows: the lines of its metrics. axis: one of AXES, which each line has."""
 
     label: str
     rows: list[dict[str, Any]]
-    scale: int = 1
+    axis: str = "step"
 
     def series(self, name: str, *, warm: int = 0) -> Points:
         """The measured values of a metric. warm: leaves out so many of the first steps."""
         rows = [r for r in self.rows if r[name] is not None]
         rows = [r for r in rows if r["step"] >= rows[0]["step"] + warm]
-        return [self.scale * r["step"] for r in rows], [r[name] for r in rows]
+        return [r[self.axis] for r in rows], [r[name] for r in rows]
 
 
 def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
     """The runs of these folders, each with a label of its own. A folder that is given twice counts
     once.
 
-    axis: one of AXES; tokens are counted with config.toml of the run. Raises UserError for a folder
-    without metrics or, for tokens, without its configuration.
+    axis: one of AXES. Raises UserError for a folder without metrics or, for tokens, with neither
+    their numbers in its metrics nor a configuration.
     """
     given: dict[Path, Path] = {}
     for folder in folders:
@@ -60,14 +60,31 @@ def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
         rows = read_metrics(folder)
         if not rows:
             raise UserError(f"RUN must be a run folder with lines in metrics.jsonl, got {folder}")
-        scale = 1
-        if axis == "tokens":
-            if not (folder / "config.toml").exists():
-                raise UserError(f"--x tokens needs config.toml of each run, which {folder} lacks")
-            data = load_toml(folder / "config.toml").data
-            scale = data.global_batch_size * data.seq_len
-        runs.append(Run(label, rows, scale))
+        runs.append(Run(label, with_tokens(rows, folder) if axis == "tokens" else rows, axis))
     return runs
+
+
+def with_tokens(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """These lines of metrics, each with the number of tokens that the run had read up to it.
+
+    Versions before the trainer recorded that number left it out. Their steps count as equally
+    large: if a later version continued the run, as the mean of all steps up to its first line,
+    otherwise as config.toml says.
+    """
+    if all(r["tokens"] is not None for r in rows):
+        return rows
+    known = [r["tokens"] / r["step"] for r in rows if r["tokens"] is not None and r["step"]]
+    if known:
+        each = known[0]
+    elif (folder / "config.toml").exists():
+        data = load_toml(folder / "config.toml").data
+        each = data.global_batch_size * data.seq_len
+    else:
+        raise UserError(
+            "--x tokens needs config.toml of a run whose metrics.jsonl does not count tokens, "
+            f"which {folder} lacks"
+        )
+    return [r if r["tokens"] is not None else {**r, "tokens": each * r["step"]} for r in rows]
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -182,9 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "fla-cp-plot", description="Draws losses and tokens/s of runs into one picture."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--out", type=Path, default=Path("runs.png"), help="default: %(default)s")
-    parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=int, default=1, help="steps that a line is the mean of")
+    out = "picture to write; its ending says which kind (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("runs.png"), help=out)
+    axis = "horizontal axis: steps, or tokens read so far (default: %(default)s)"
+    parser.add_argument("--x", choices=AXES, default="step", help=axis)
+    smooth = "draw means of so many steps (default: %(default)s, which draws each step)"
+    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help=smooth)
     given = parser.parse_args(argv)
     try:
         if given.smooth < 1:

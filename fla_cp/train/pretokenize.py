@@ -7,7 +7,8 @@ Processes tokenise groups of documents, each into files of its own below a folde
 all are there, they are joined in the order of the documents, and the result gets its name at once:
 --out is either whole or missing. The same command after an interruption takes the groups that are
 there and goes on. A mistake in the arguments or the documents leaves no files; after a failure to
-write, for example on a full disk, the groups stay, too.
+write, for example on a full disk, the groups stay, too. While a command runs, it holds a lock on a
+file beside --out, and a second command with the same --out is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +28,7 @@ import numpy as np
 
 from fla_cp.train.arguments import Parser, file_among
 from fla_cp.train.exit_codes import FAILED, MISTAKE
+from fla_cp.train.lock import FileLock
 from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, open_documents
@@ -49,13 +51,57 @@ def tokenize(
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
-    if os.path.lexists(out):
-        raise ValueError(f"--out must not exist yet, got {out}")
+    _check_new(out)
     if (file := file_among(*out.parents)) is not None:
         raise ValueError(f"--out must not be below a file, got {out}: {file} is one")
     loaded = Tokenizer(tokenizer)
     _ = loaded.hf  # a mistake is said before the documents are read
     parts = out.with_name(f".{out.name}.parts")
+    with _held(out, parts):
+        line = _tokenize(source, loaded, out, parts, column, processes)
+    return f"{line}; train with --data memmap:{out}"
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise ValueError(f"--out must not exist yet, got {out}")
+
+
+@contextmanager
+def _held(out: Path, parts: Path) -> Iterator[None]:
+    """Keeps --out for this process: during the block, another command with it is refused.
+
+    After a failure, folders above --out that were made for it are removed, unless work is in them.
+    """
+    path = out.with_name(f".{out.name}.lock")
+    missing = [folder for folder in out.parents if not folder.exists()]
+    lock = FileLock(
+        lambda holder: (
+            f"--out must be written by one fla-cp-tokenize at a time, got {out}, which {holder} "
+            "is writing"
+        )
+    )
+    try:
+        with lock:
+            with _out_errors(out, parts):
+                out.parent.mkdir(parents=True, exist_ok=True)
+                lock.take(path)
+            try:
+                _check_new(out)  # another command may have ended since the first check
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # a folder that is not empty stays
+                folder.rmdir()
+        raise
+
+
+def _tokenize(
+    source: str, loaded: Tokenizer, out: Path, parts: Path, column: str | None, processes: int
+) -> str:
+    """Writes --out, and returns a line that says how much. parts: the folder for its parts."""
     interrupted = parts.exists()
     try:
         reading = Reading(column=column, cache=str(parts), column_flag="--column")
@@ -77,7 +123,7 @@ def tokenize(
             shutil.rmtree(parts, ignore_errors=True)
         raise
     shutil.rmtree(parts)
-    return f"{line}; train with --data memmap:{out}"
+    return line
 
 
 @contextmanager
@@ -159,14 +205,18 @@ def _join(shards: Shards, folder: Path) -> str:
 def run(argv: Sequence[str] | None = None) -> int:
     """Tokenises as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
     parser = Parser(
-        "fla-cp-tokenize", description="Writes token files for fla-cp-train --data memmap:OUT."
+        "fla-cp-tokenize", description="Tokenises documents for fla-cp-train --data memmap:OUT."
     )
     about = "stdlib, text:PATH or hf:PATH, as for fla-cp-train --data"
     parser.add_argument("source", metavar="SOURCE", help=about)
-    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
+    parser.add_argument(
+        "--tokenizer", required=True, help="folder of a tokenizer that transformers saved"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
     parser.add_argument("--column", help="column of hf:PATH that holds texts or conversations")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    processes = "processes that tokenise (default: %(default)s, one for each processor)"
+    count = os.cpu_count() or 1
+    parser.add_argument("--processes", type=int, default=count, help=processes)
     given = parser.parse_args(argv)
     if find_spec("tqdm") is None:
         print("error: fla-cp-tokenize needs tqdm: pip install 'fla_cp[hf]'", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import report, report_decays, report_scaling
+from benchmarks import report, report_decays, report_scaling, report_tables, units
 from benchmarks.report_tables import MISSING, Result
 
 RESULTS = {r.name: r for r in report.load()}
@@ -189,3 +189,14 @@ def test_figures_of_the_example():
     assert "python -m benchmarks.example_figures --gpus 2 --tokens 65536,262144 --steps 3" in text
     other = report.performance_page([Result("x", data | {"script": "accelerate_hybrid.py"})])
     assert "example_figures --script accelerate_hybrid.py --gpus 2 --tokens 65536,262144" in other
+
+
+def test_units_of_older_files_are_shown_in_todays_words():
+    """The names of columns of `benchmarks.ops` are explained once, above its tables."""
+    before = "ms of the device, medians; host_ms: until the call returns; peak_gib: with inputs"
+    for unit in (before, units.OPS.format(chain=4)):
+        assert units.shown(unit) == units.DEVICE
+    assert units.shown("ms a step, steps back to back.") == units.STEPS
+    assert units.shown("furlongs") == "furlongs"
+    data = {"benchmark": "kda", "unit": before}
+    assert f"\nUnit: {units.DEVICE}." in report_tables.described(Result("kda", data), "x")

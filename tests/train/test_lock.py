@@ -13,7 +13,7 @@ import pytest
 
 import fla_cp.train.main
 from fla_cp.train.config import UserError
-from fla_cp.train.lock import RunLock
+from fla_cp.train.lock import FileLock, RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -50,6 +50,20 @@ def test_holder_that_has_not_yet_written_is_refused_too(tmp_path):
         (tmp_path / ".lock").write_text("")
         with pytest.raises(UserError, match="is in use by another process"):
             second.take(tmp_path)
+
+
+def test_a_file_that_its_holder_removes_at_the_end_is_no_lock(tmp_path, monkeypatch):
+    """The holder ends after the second process has opened the file, and before its flock."""
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def late(handle, operation):
+        path.unlink()
+        flock(handle, operation)
+
+    with FileLock(lambda holder: f"held by {holder}") as lock:
+        monkeypatch.setattr(fcntl, "flock", late)
+        with pytest.raises(UserError, match="held by another process"):
+            lock.take(path)
 
 
 def test_children_do_not_hold_the_lock(tmp_path):

@@ -74,6 +74,23 @@ def test_command_draws_all_runs(tmp_path, monkeypatch, capsys):
     assert ["b", "3", "1.6667", "4.0000", "300", "50.0%", "4.00"] in printed
 
 
+def test_tokens_are_those_that_the_run_recorded(tmp_path):
+    """The configuration is that of the last part, for which the batch was made larger."""
+    folder = run(tmp_path / "a", steps=0)
+    for before, wanted in [
+        ({"tokens": 10}, [0, 10, 20, 50, 80]),  # recorded from the first step on
+        ({}, [0, 10, 20, 50, 80]),  # an older version wrote steps 0 to 1
+    ]:
+        rows = [metrics(0), metrics(1, **before)]
+        rows += [metrics(n, tokens=tokens) for n, tokens in ((2, 20), (3, 50), (4, 80))]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (found,) = read_runs([folder], "tokens")
+        assert [row["tokens"] for row in found.rows] == wanted
+        assert found.series("loss")[0] == wanted[1:]
+    (folder / "config.toml").unlink()  # which is not needed then
+    assert read_runs([folder], "tokens") == [found]
+
+
 def test_smooth_lines_and_single_steps(tmp_path, monkeypatch):
     found = drawn(monkeypatch)
     draw([Run("a", [metrics(n) for n in range(6)])], tmp_path / "a.png", smooth=2)
@@ -114,7 +131,7 @@ def test_refusals(tmp_path, capsys):
     for arguments, message in [
         ([empty], f"RUN must be a run folder with lines in metrics.jsonl, got {empty}"),
         ([tmp_path / "none"], "RUN must be a run folder"),
-        ([bare, "--x", "tokens"], f"--x tokens needs config.toml of each run, which {bare} lacks"),
+        ([bare, "--x", "tokens"], f"does not count tokens, which {bare} lacks"),
         ([good, "--smooth", "0"], "--smooth must be at least 1, got 0"),
         ([good, "--out", tmp_path / "no" / "a.png"], "--out must be in a folder that exists"),
         ([good, "--out", tmp_path / "a.xyz"], "--out must end in one of ."),

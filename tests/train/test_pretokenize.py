@@ -119,6 +119,8 @@ def test_an_interruption_keeps_what_is_done_and_leaves_no_result(chat, tmp_path,
         ("hf:{0}/chat.jsonl --out {0}/o --tokenizer {0}/x", "--tokenizer must be a folder, got"),
         ("text:{0}/text --out {0}/o --tokenizer {0}/text", "--tokenizer: {0}/text must hold"),
         ("hf:{0}/wrong.jsonl --out {0}/o", "must have a message of the role assistant"),
+        ("text:{0}/nothing --out {0}/new/path/o", "text: no file or folder at"),
+        ("hf:{0}/wrong.jsonl --out {0}/new/path", "must have a message of the role assistant"),
         ("text:{0}/text --out {0}/a/o", "--out must not be below a file, got {0}/a/o: {0}/a is"),
         ("text:{0}/text --out {0}/a/b/o", "--out must not be below a file, got {0}/a/b/o: {0}/a"),
     ],
@@ -138,6 +140,42 @@ def test_mistakes_end_in_one_line_and_leave_no_files(flags, message, chat, tmp_p
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message.format(tmp_path) in line
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_second_command_is_refused_while_the_first_runs(texts, tmp_path, monkeypatch, capsys):
+    out, make, codes = tmp_path / "new" / "out", fla_cp.train.pretokenize._make, []
+    given = [*texts, "--out", str(out), "--processes", "1"]
+
+    def interleaved(shards, processes):
+        monkeypatch.setattr(fla_cp.train.pretokenize, "_make", make)
+        codes.append(run(given))
+        make(shards, processes)
+
+    monkeypatch.setattr(fla_cp.train.pretokenize, "_make", interleaved)
+    assert run(given) == 0
+    assert codes == [2]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line[:6] == "error:"]
+    assert line.startswith(
+        f"error: --out must be written by one fla-cp-tokenize at a time, got {out}, which process "
+        f"{os.getpid()} on host "
+    )
+    assert MemmapSource(out).starts(0, 1 << 20).size == 10
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_command_that_was_killed_holds_nothing(texts, tmp_path):
+    """Its lock ended with it, and the file alone is none."""
+    (tmp_path / ".out.lock").write_text('{"host": "h", "pid": 1, "since": "then"}')
+    assert run([*texts, "--out", str(tmp_path / "out")]) == 0
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_command_that_ends_after_the_first_check_keeps_its_result(texts, tmp_path, monkeypatch):
+    """The other command ends while this one loads the tokenizer."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(Tokenizer, "hf", property(lambda self: out.mkdir()))
+    assert run([*texts, "--out", str(out)]) == 2
+    assert not list(out.iterdir()) and not list(tmp_path.glob(".out*"))
 
 
 def test_a_mistake_keeps_what_an_interruption_left(chat, tmp_path):

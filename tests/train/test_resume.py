@@ -14,6 +14,7 @@ import fla_cp.train.saver
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.data import StepBatchSampler
 from fla_cp.train.metrics import read_metrics
+from fla_cp.train.plot import read_runs
 from fla_cp.train.saver import Saver
 from fla_cp.train.untrusted import trusted_metadata
 from tests.support.checkpoints import Evil, as_format_1, disk_of, names
@@ -214,6 +215,13 @@ def test_another_batch_size_goes_on_behind_the_last_pack(recorded, tmp_path, mon
     assert train(run, 3, "--resume", "auto", "--global-batch-size", "4") == 0
     assert train(run, 5, "--resume", "auto", "--global-batch-size", "3") == 0
     assert list(dict.fromkeys(read)) == [(0, 1), (1, 2), (2, 6), (6, 9), (9, 12)]
+    (axis,) = read_runs([run], "tokens")
+    assert axis.series("loss")[0] == [64 * packs for packs in (1, 2, 6, 9, 12)]
+
+
+def test_tokens_are_counted_on_with_another_pack(run):
+    assert train(run, 5, "--resume", "auto", "--seq-len", "32") == 0
+    assert [row["tokens"] for row in read_metrics(run)] == [64, 128, 192, 256, 288]
 
 
 def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):

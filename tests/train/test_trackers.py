@@ -98,7 +98,8 @@ def test_a_tracker_gets_options_and_metrics_once(lines, tmp_path):
     assert "data.column" not in stored["values"]
     rows = {row["step"]: row["values"] for row in written(run, "log")}
     assert [row["step"] for row in written(run, "log")] == list(range(7))
-    assert rows[0].keys() == {*("eval_loss", "lr", "peak_memory_bytes", "exchange_ms", "skipped")}
+    names = ("eval_loss", "lr", "peak_memory_bytes", "exchange_ms", "skipped", "tokens")
+    assert rows[0].keys() == {*names}
     assert {"loss", "grad_norm", "tokens_per_second", "tokens_per_second_per_gpu"} <= set(rows[1])
     for row in read_metrics(run):
         if row["step"] not in (3, 4):  # the tracker has those of before the resume

@@ -54,6 +54,7 @@ KEYS = [
         "wait_ms",
         "host_ms",
         "device_ms",
+        "tokens",
     ),
 ]
 
