@@ -375,7 +375,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="text file whose perplexity is measured")
     needle = "recall of needles in documents of these lengths, such as 512,2048"
     parser.add_argument("--needle", type=_lengths, default=[], metavar="LENGTHS", help=needle)
-    depths = "number of depths in a document, from its begin to its end (default: %(default)s)"
+    depths = "number of depths in a document, from its beginning to its end (default: %(default)s)"
     parser.add_argument("--needle-depths", type=int, default=5, help=depths)
     count = "needles for each length and depth (default: %(default)s)"
     parser.add_argument("--needle-count", type=int, default=8, help=count)
