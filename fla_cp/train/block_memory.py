@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,12 +45,14 @@ class BlockMemory:
     kept: those that the forward leaves for the backward, with the block's result, which is the next
     block's input. forward: the most at any time of the forward. backward: the most at any time of
     the backward, in addition to what was kept; it contains the gradients of the block's result,
-    input and parameters.
+    input and parameters. offloaded: the most at any time of the backward if each tensor comes back
+    from the host's memory when it is read; None if all of them come back at once.
     """
 
     kept: int
     forward: int
     backward: int
+    offloaded: int | None = None
 
 
 class Live(TorchDispatchMode):
@@ -193,13 +195,35 @@ Run = Callable[[Tensor, FLACPContext], Tensor]
 """A block's forward, with the checkpoint around it if there is one."""
 
 
-def eager(block: nn.Module, run: Run, x: Tensor, context: FLACPContext) -> BlockMemory:
+class _InHostMemory(torch.autograd.graph.saved_tensors_hooks):
+    """Saved tensors, except `known` and views of them, are released, and made again when they are
+    read: the memory that `fla_cp.remat.Offloaded` takes on a GPU."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        resident = {x.untyped_storage()._cdata for x in known}
+
+        def pack(x: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:
+            return x if x.untyped_storage()._cdata in resident else (x.shape, x.dtype)
+
+        def unpack(saved: Tensor | tuple[torch.Size, torch.dtype]) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            return torch.empty(saved[0], dtype=saved[1], device="meta")
+
+        super().__init__(pack, unpack)
+
+
+def eager(
+    block: nn.Module, run: Run, x: Tensor, context: FLACPContext, offload: bool = False
+) -> BlockMemory:
     """The bytes of a block that is not compiled. run: its forward. x: [1, T_local, hidden] on
-    "meta"."""
+    "meta". offload: whether `kept` and `forward` leave out what waits in the host's memory."""
     x = x.detach().requires_grad_()
-    known = [x, *block.parameters(), *block.buffers()]
-    with _replaced(F, "rms_norm", _fused_norm), Live(known) as live:
-        y = run(x, context)
+    own = [*block.parameters(), *block.buffers()]
+    hooks = _InHostMemory(own) if offload else nullcontext()
+    with _replaced(F, "rms_norm", _fused_norm), Live([x, *own]) as live:
+        with hooks:
+            y = run(x, context)
         kept, most = live.now, live.peak
         grad = torch.empty_like(y)
         before = live.now - rounded(grad.untyped_storage().nbytes())

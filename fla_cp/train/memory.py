@@ -243,11 +243,16 @@ class Predictor:
 
     def _block(self, model: Decoder, block: Block, x: Tensor, context: FLACPContext) -> BlockMemory:
         """The memory of a block. With --offload it is counted as if everything stayed on the GPU,
-        and `_peak` takes off what does not."""
+        and `_peak` takes off what does not. The forward stays as it is: copies to the host's memory
+        are slower than kernels, and what they read is held until they end."""
         model.offload = False
         remat = self.config.model.remat
         if not self.compiles:
-            return self._eager(model, block, x, context, remat)
+            found = self._eager(model, block, x, context, remat)
+            if self.config.model.offload and remat == "none":
+                again = self._eager(model, block, x, context, remat, offload=True)
+                found = dataclasses.replace(found, offloaded=again.backward)
+            return found
         plain = self._eager(model, block, x, context, "none")
         kept = kept_compiled(block, x, context)
         # A compiled backward holds no more than an eager one beyond what was kept.
@@ -259,7 +264,13 @@ class Predictor:
         return BlockMemory(result, whole.forward, kept - result + whole.backward)
 
     def _eager(
-        self, model: Decoder, block: Block, x: Tensor, context: FLACPContext, remat: Remat
+        self,
+        model: Decoder,
+        block: Block,
+        x: Tensor,
+        context: FLACPContext,
+        remat: Remat,
+        offload: bool = False,
     ) -> BlockMemory:
         model.remat = remat
         for p in block.parameters():
@@ -268,7 +279,7 @@ class Predictor:
         def run(x: Tensor, context: FLACPContext) -> Tensor:
             return first_tensor(model.run_block(block, x, context))
 
-        return eager(block, run, x, context)
+        return eager(block, run, x, context, offload)
 
     def _peak(
         self,
@@ -356,7 +367,8 @@ class Predictor:
 def _offloaded(block: BlockMemory) -> BlockMemory:
     """The memory of a block on the GPU with --offload: what it kept comes back for its own
     backward."""
-    return BlockMemory(0, block.forward, block.backward + block.kept)
+    back = block.offloaded
+    return BlockMemory(0, block.forward, block.backward + block.kept if back is None else back)
 
 
 def loss_bytes(tokens: int, hidden: int, vocabulary: int, item: int) -> int:
