@@ -9,7 +9,7 @@ import torch
 
 from fla_cp import build_cp_context
 from tests.support.processes import ROOT
-from tests.support.snippets import ENTRY, blocks, commands, run, run_dry
+from tests.support.snippets import ENTRY, added, blocks, commands, run, run_dry
 
 BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
 BASH = [b for b in BLOCKS if b.language == "bash"]
@@ -17,6 +17,16 @@ PYTHON = [b for b in BLOCKS if b.language == "python"]
 
 GPU_ONLY = "cuda_graphs.md"
 """Its program is for GPUs; it is read only."""
+
+TAKEN = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+}
+"""Sizes of a Qwen3-Next that the trainer's own decoder takes, too, as published models have."""
 
 TOGETHER = {
     "transformers.md": (
@@ -83,7 +93,7 @@ def model_folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / "DIR"
     save_tokenizer(folder)
-    return save_stock(folder, "qwen3_next", vocab_size=400)
+    return save_stock(folder, "qwen3_next", vocab_size=400, **TAKEN)
 
 
 @pytest.mark.parametrize("block", BASH, ids=ids(BASH))
@@ -146,18 +156,18 @@ ALONE = sorted({b.page for b in RUN} - {GPU_ONLY, *TOGETHER})
 def test_what_a_page_says_runs(page, model_folder, tmp_path):
     """Commands and programs in the order of the page, in one folder."""
     (tmp_path / "DIR").symlink_to(model_folder)
-    for name in ("corpus", "more"):
+    for name, lines in (("corpus", 50), ("more", 50), ("books", 600)):
         (tmp_path / name).mkdir()
         for n in range(20):
-            (tmp_path / name / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * 50)
+            (tmp_path / name / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * lines)
+    for name in ("page.txt", "long.txt"):
+        (tmp_path / name).write_text("The young owl sees no stone.\n" * 30)
     for block in [b for b in RUN if b.page == page]:
         if block.language == "python":
             run_program(block, tmp_path)
             continue
         for words in commands(block.code):
-            trains = words[0] == "fla-cp-train" or "launch/train.py" in words
-            more = block.words if trains else []
-            run([*words, *more], tmp_path)
+            run([*words, *added(words, block.words)], tmp_path)
 
 
 def run_program(block, folder):

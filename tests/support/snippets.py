@@ -2,8 +2,8 @@
 
 A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
 dry, up to the point where a program has read its arguments. Words after `run` are added to each
-fla-cp-train and launch/train.py. A block of Python is always run, on as many ranks as
-`<!-- run ranks=N -->` says.
+fla-cp-train and launch/train.py, and those after a semicolon to the programs that read a trained
+model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->` says.
 """
 
 import argparse
@@ -25,6 +25,10 @@ from tests.support.manifests import documents
 from tests.support.processes import ROOT, environment
 
 FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+TRAINERS = {"fla-cp-train", "launch/train.py"}
+READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 
 
 class Block(NamedTuple):
@@ -58,6 +62,16 @@ def commands(code: str) -> list[list[str]]:
     joined = code.replace("\\\n", " ")
     lines = (shlex.split(line, comments=True) for line in joined.splitlines())
     return [words for words in lines if words]
+
+
+def added(command: list[str], words: list[str]) -> list[str]:
+    """What the words after `run` add to a command. Example: [--max-steps, 2, ;, --needle-count, 1]
+    adds the first two to fla-cp-train and the last two to fla-cp-evaluate."""
+    at = words.index(";") if ";" in words else len(words)
+    for programs, mine in ((TRAINERS, words[:at]), (READERS, words[at + 1 :])):
+        if programs & {*command}:
+            return mine
+    return []
 
 
 class Parsed(Exception):
