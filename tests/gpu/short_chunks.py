@@ -25,6 +25,7 @@ OPTIONS = {
     "safe": {"safe_gate": True, "lower_bound": -5.0},
     "high kept": {"precision": "high", "disable_recompute": True},
 }
+VALUE_HEADS = 4
 CALLS = (
     (128, 128, 7, BF16, 2),
     (128, 128, 200, BF16, 4),
@@ -83,7 +84,7 @@ def rows_of(chunk: int, key: str) -> checks.Rows:
         if name != "any" and (K < 128 or (name == "safe" and key not in ("kda", "gla"))):
             continue
         cu = offsets_of(chunk, documents)
-        shape = {"T": cu[-1], "cu": cu, "H": H, "HV": 4, "K": K, "V": V}
+        shape = {"T": cu[-1], "cu": cu, "H": H, "HV": VALUE_HEADS, "K": K, "V": V}
         given = Call(**shape, inside=True, options=tuple(more.items()))
         case = f"short {key} {name}, chunks of {chunk}, {documents} documents, H={H}"
         rows.append(checks.check_member(key, K, V, cu[-1], dtype, name=case, call=given))
@@ -97,7 +98,7 @@ def asked(chunk: int, key: str) -> checks.Rows:
         if name == "safe" and key not in ("kda", "gla"):
             continue
         options = {**more, "chunk_size": chunk}
-        shape = {"T": cu[-1], "cu": cu, "H": H, "HV": 4, "K": K, "V": V}
+        shape = {"T": cu[-1], "cu": cu, "H": H, "HV": VALUE_HEADS, "K": K, "V": V}
         given = Call(**shape, inside=True, options=tuple(options.items()))
         case = f"asked {key} {name}, chunks of {chunk}, T={cu[-1]}, H={H}"
         rows.append(checks.check_member(key, K, V, cu[-1], dtype, name=case, call=given))

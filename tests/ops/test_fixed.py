@@ -43,7 +43,7 @@ def test_symmetric_memory_equals_an_ordinary_context(monkeypatch, ranks):
 ])  # fmt: skip
 def test_kernels_equal_an_ordinary_context(gloo_pool, name, ranks):
     pytest.importorskip("triton")
-    packings = [PACKINGS[2], *PACKINGS[:2]]  # tables are made where nothing crosses
+    packings = [PACKINGS[2], PACKINGS[0]]  # tables are made where nothing crosses
     gloo_pool.run(equal_ordinary, name, "triton", packings, world_size=ranks)
 
 

@@ -82,7 +82,9 @@ def test_torch_stages_give_the_same_bits(gloo_pool, name, exchange):
     "name, packing",
     [
         ("gdn", "one passes a rank"),
-        *[pytest.param("kda", packing, marks=pytest.mark.wide) for packing in PACKINGS],
+        pytest.param("kda", "short ones", marks=pytest.mark.wide),
+        pytest.param("kda", "nothing crosses", marks=pytest.mark.wide),
+        pytest.param("kda", "empty ones", marks=pytest.mark.wide),
         pytest.param("gla", "documents cross", marks=pytest.mark.wide),
     ],
 )

@@ -80,7 +80,8 @@ def layer(make, dtype, seed=0, hidden=16):
 
 
 CALLS = {
-    "operator": lambda dtype, impl: operator(dtype, impl),
+    # Kernels are interpreted here, and take as long as they have heads.
+    "operator": lambda dtype, impl: operator(dtype, impl, HV=2 if impl == "torch" else 1),
     "kda": lambda dtype, impl: layer(lambda: KimiDeltaAttention(16, 1, 8, impl=impl), dtype),
     "gdn": lambda dtype, impl: layer(
         lambda: GatedDeltaNet(16, num_heads=1, head_dim=8, impl=impl), dtype
