@@ -3,8 +3,8 @@
 In a sweep all but a few cases have the marker `wide`. The others contain every value of every axis
 at least once, so that `make test` finds what a single value breaks. With those of `make test-rest`
 they contain every pair of values, so that it finds what a combination of two values breaks. Faults
-that need three are rare, and all combinations take twice as long; FLA_CP_EVERY_COMBINATION=1 in
-the environment runs them.
+that need three are rare. FLA_CP_EVERY_COMBINATION=1 in the environment runs all combinations, which
+are nearly twice as many wide tests.
 """
 
 import os
