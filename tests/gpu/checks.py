@@ -44,6 +44,7 @@ GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
 
 KEPT = {"disable_recompute": True}
+HALF = BF16, FP16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """On the CPU, checks can be tried in Triton's interpreter."""
@@ -270,7 +271,7 @@ def check_paths(key: str) -> Rows:
     given = {"none": (0.0, {}), "slow": (1e-3, {}), "mixed": (7.0, {}), "strong": (40.0, {})}
     rows = []
     for (K, V, T), (name, (decay, more)) in product(FAMILY, (safe | given).items()):
-        for dtype in (BF16, FP16):
+        for dtype in HALF:
             call = Call(T=T, HV=4, K=K, V=V, decay=decay, options=tuple(more.items()))
             named = f"{key} T={T} {name}"
             keeps = name in ("none", "slow")

@@ -11,12 +11,13 @@ from tests.support.members import Call, draw
 
 SIZES = ((64, 64), (128, 128))
 MEMBERS = ("gated_delta_product2", "gated_delta_product3", "dplr_delta_rule")
+DTYPES = BF16, FP32
 
 
 def check_drafts() -> checks.Rows:
     """Outputs and the whole pool after each of three calls, which accept unequal numbers."""
     rows = []
-    for key, (K, V), dtype, v_first in product(MEMBERS, SIZES, (BF16, FP32), (False, True)):
+    for key, (K, V), dtype, v_first in product(MEMBERS, SIZES, DTYPES, (False, True)):
         member = SERVED[key]
         x, keywords, _ = draw(member, Call(B=3, T=5, K=K, V=V, inside=True))
         x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}

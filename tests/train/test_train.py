@@ -149,8 +149,7 @@ def test_one_rank_learns_and_writes_what_it_promises(reference, text):
 @pytest.mark.parametrize(
     "split",
     [
-        pytest.param("--cp 2 --micro-batch-size 1", marks=pytest.mark.wide),
-        pytest.param("--cp 4", marks=pytest.mark.wide),
+        pytest.param("--cp 4 --micro-batch-size 1", marks=pytest.mark.wide),
         pytest.param("--cp 2 --dp-shard 2", marks=pytest.mark.wide),
         pytest.param(
             "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat", marks=pytest.mark.wide
