@@ -18,16 +18,6 @@ PYTHON = [b for b in BLOCKS if b.language == "python"]
 GPU_ONLY = "cuda_graphs.md"
 """Its program is for GPUs; it is read only."""
 
-TAKEN = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "intermediate_size": 64,
-    "shared_expert_intermediate_size": 32,
-}
-"""Sizes of a Qwen3-Next that the trainer's own decoder takes, too, as published models have."""
-
 TOGETHER = {
     "transformers.md": (
         "torchrun --nproc-per-node 2",
@@ -88,7 +78,7 @@ def test_each_block_says_what_it_is():
 def model_folder(tmp_path_factory):
     """A model of transformers and its tokenizer for the pages' DIR."""
     pytest.importorskip("transformers", minversion="5.23")
-    from tests.support.stock_folders import save_stock
+    from tests.support.stock_folders import TAKEN, save_stock
     from tests.support.tokenizers import save_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "DIR"

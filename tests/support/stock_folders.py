@@ -8,6 +8,15 @@ FLAGS = [
     *("--device", "cpu", "--seq-len", "150", "--global-batch-size", "2", "--lr", "0.01"),
     *("--warmup-steps", "5", "--max-steps", "20", "--parity.steps", "2", "--eval-every", "0"),
 ]
+TAKEN = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+}
+"""Sizes of a Qwen3-Next that the trainer's own decoder takes, as published models have them."""
 
 
 def save_stock(folder, kind, **changes):

@@ -16,7 +16,7 @@ from fla_cp.train.generate import main as generate_main
 from fla_cp.train.parse import parse
 from fla_cp.train.published import load_published, open_published, why_not_read
 from tests.support.exported import VOCAB, logits_of
-from tests.support.stock_folders import save_stock
+from tests.support.stock_folders import TAKEN, save_stock
 from tests.support.tokenizers import save_tokenizer
 
 PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [7], [int(i * 31 % 97) for i in range(83)]]
@@ -36,15 +36,7 @@ KIMI = {
     "routed_scaling_factor": 1.5,
     "rms_norm_eps": 1e-4,
 }
-QWEN = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "intermediate_size": 64,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 6,
-}
+QWEN = TAKEN | {"num_experts": 6}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
