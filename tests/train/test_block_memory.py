@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_cp.train.block_memory import kernels_without_launches, pretended_ranks
+from fla_cp.train.block_memory import BlockMemory, eager, kernels_without_launches, pretended_ranks
 from fla_cp.train.memory import GIB, Predictor, _offloaded
 from fla_cp.train.parse import parse
 
@@ -82,6 +82,27 @@ def test_recomputed_and_offloaded_blocks(mode):
         assert abs(share - 1) < WITHIN, f"{peak:.2f} GiB for {row['peak_gib']:.2f}"
     if not offload:
         assert abs(kept / row["kept_gib"] - 1) < 0.01
+
+
+class Chain(torch.nn.Module):
+    """Three functions, each of which saves its result."""
+
+    def forward(self, x, context):
+        return x.exp().exp().exp()
+
+
+def test_offloaded_tensors_come_back_one_by_one():
+    block, unit = Chain(), 4 * 4096
+    x = torch.empty(1, 64, 64, device="meta")
+    plain, offloaded = (eager(block, block, x, None, offload) for offload in (False, True))
+    assert (plain.kept, offloaded.kept) == (3 * unit, unit)
+    assert offloaded.backward == plain.backward + unit
+
+
+def test_a_backward_with_offload_is_that_of_tensors_that_come_back():
+    found = _offloaded(BlockMemory(kept=100, forward=120, backward=30, offloaded=70))
+    assert (found.kept, found.forward, found.backward) == (0, 120, 70)
+    assert _offloaded(BlockMemory(kept=100, forward=120, backward=30)).backward == 130
 
 
 def test_the_page_says_how_near_predictions_are():
