@@ -4,6 +4,7 @@ benchmarks/report.py shows them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -63,14 +64,25 @@ def steps(result: Result | None) -> list[Steps]:
 
 
 def steps_command(result: Result) -> str:
+    """One command or, if the cases are not all combinations of some values, one for each model and
+    its flags. Each adds its rows to the same file."""
     ours = [r for r in result.rows if r["who"] == "fla_cp"]
     names = {"models": "model", "seq-len": "tokens", "data": "data", "gpus": "gpus"}
-    flags = [f"--{flag} {joined(r[name] for r in ours)}" for flag, name in names.items()]
-    given = dict.fromkeys(r["flags"] for r in ours)
-    flags += [f'--flags "{text}"' for text in given] if set(given) != {""} else []
-    flags += ["--peer fla"] if any(r["who"] == "fla" for r in result.rows) else []
-    flags += ["--profile"] if any("profile" in r for r in ours) else []
-    return module("train", result, *flags)
+    values = [len({r[name] for r in ours}) for name in (*names.values(), "flags")]
+    more = ["--peer fla"] if any(r["who"] == "fla" for r in result.rows) else []
+    more += ["--profile"] if any("profile" in r for r in ours) else []
+
+    def command(rows: Sequence[Row]) -> str:
+        flags = [f"--{flag} {joined(r[name] for r in rows)}" for flag, name in names.items()]
+        given = dict.fromkeys(r["flags"] for r in rows)
+        flags += [f'--flags "{text}"' for text in given] if set(given) != {""} else []
+        return module("train", result, *flags, *more)
+
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in ours:
+        together = len(ours) == math.prod(values)
+        groups.setdefault(("", "") if together else (row["model"], row["flags"]), []).append(row)
+    return ", then ".join(map(command, groups.values()))
 
 
 def speed(row: Row) -> str:

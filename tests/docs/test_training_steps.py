@@ -1,5 +1,6 @@
 """`benchmarks.train` runs on the CPU, counts what it says, and its results become pages."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -343,8 +344,19 @@ def test_table_of_steps():
     assert (large["tokens/s"], large["MFU"], large["ratio"]) == ("out of memory", MISSING, MISSING)
     assert "flags" not in one
     page = report.performance_page([result])
-    assert "--models 340M,1.3B --seq-len 65536 --data one --gpus 1,2 --peer fla --out" in page
+    alone = "--seq-len 65536 --data one --gpus 1 --peer fla --out"
+    assert "--models 340M --seq-len 65536 --data one --gpus 1,2 --peer fla --out" in page
+    assert f", then `python -m benchmarks.train --models 1.3B {alone}" in page
     assert "train-steps.png" in page
+
+
+def test_one_command_measures_all_combinations():
+    cases = itertools.product(("340M", "1.3B"), (1, 2), ("", "--remat"))
+    rows = (step_row("fla_cp", model, gpus, 9.0, flags) for model, gpus, flags in cases)
+    command = report_steps.steps_command(example(*rows))
+    assert ", then " not in command
+    of_all = "--models 340M,1.3B --seq-len 65536 --data one --gpus 1,2"
+    assert f'{of_all} --flags "" --flags "--remat" --out' in command
 
 
 MEASURED = ("tokens_per_second", "mfu", "step_ms", "host_ms", "peak_gib")
@@ -361,6 +373,7 @@ def test_flags_and_their_peer():
         step_row("fla", "1.3B", 1, 5000.0, "--remat"),
     )
     rows = cells(report_steps.training_steps(result))
+    assert report_steps.steps_command(result).count(", then ") == 2
     assert [r["flags"] for r in rows] == ["`--compile`", "`--remat`", "-"]
     assert [r["ratio"] for r in rows] == ["1.50x", "1.50x", MISSING]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.training_sides import VOCABULARY
 from fla_cp import build_cp_context
 from fla_cp.kernels.triton.launch import redirected
 from fla_cp.train import cli, loss, memory
@@ -32,8 +33,11 @@ UNCOMPILED = "train-4-gpus-selective.json"
 """Steps of blocks that are not compiled, in a CUDA graph or not. The peak of a graph is the memory
 that torch reserved for it, with the gaps between tensors."""
 
-BYTES, RANDOM = 256, 32000
-"""Vocabularies of the trainer's runs over stdlib, and of benchmarks.train."""
+RECIPES = "train-recipes-2-gpus.json"
+"""Steps of docs/long-context.md."""
+
+BYTES = 256
+"""Vocabulary of the trainer's runs over stdlib."""
 
 
 def rows(name):
@@ -50,10 +54,10 @@ def flags_of(row):
 
 def measured():
     """(flags, vocabulary, peak in GiB) of every step of the trainer in docs/performance.md."""
-    for name in ("train", "train-2-gpus", "train-fla", UNCOMPILED.removesuffix(".json")):
-        for row in rows(f"current/{name}.json"):
+    for name in ("train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES):
+        for row in rows(f"current/{name}"):
             if row["who"] == "fla_cp":  # not a peer's model
-                yield flags_of(row), RANDOM, row["peak_gib"]
+                yield flags_of(row), VOCABULARY[row["model"]], row["peak_gib"]
     for name in OLDER:
         for row in rows(f"current/{name}"):
             tokens = row.get("seq_len") or row["tokens"]
@@ -70,12 +74,12 @@ def predicted(flags, vocab_size=BYTES):
 def test_every_result_of_training_steps_is_compared():
     """Another result of the trainer in benchmarks/results/current belongs into `measured`."""
     found = {path.name for path in (RESULTS / "current").glob("train*.json")}
-    others = {"train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED}
+    others = {"train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES}
     assert found == others | {*OLDER}
     page = " ".join((RESULTS.parents[1] / "docs/training.md").read_text().split())
     assert "was predicted within 5%" in page
     assert "its blocks are not compiled, within 6%" in page
-    assert len(list(measured())) == 17
+    assert len(list(measured())) == 22
 
 
 @pytest.mark.parametrize("flags, vocab_size, peak_gib", list(measured()))
