@@ -89,6 +89,8 @@ SECTIONS = (
         "*host* divided by *launches in autograd*.\n"
         "- *in a chain*: the time of one call, in both directions, if several calls share one "
         "backward, as in a model.\n"
+        "- *on one thread*: *host* in both directions if the backward runs on the calling thread "
+        "(`torch.autograd.set_multithreading_enabled(False)`). The trainer runs it so.\n"
         "- *launches*, *torch ops*, *allocations*, *descriptors*: how many of them a call makes.",
         lambda r: is_operator(r) and tables.peer_of(r) is not None,
         tables.beside_peer,

@@ -223,7 +223,8 @@ def of_host(result: Result) -> str:
         ("shape", lambda r: shape(r["shape"], result.data["operator"])),
         *((head, both(name, number)) for head, name in pairs.items()),
         *_bare_in_autograd(rows),
-        *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
+        *_both_alone(rows, "in a chain, ms", "chained_host_ms"),
+        *_both_alone(rows, "on one thread, ms", "one_thread_host_ms"),
         *((head, both(name, whole)) for head, name in counts.items()),
     )
     title = "The host's work in a call, in the forward / in both directions"
@@ -243,12 +244,11 @@ def _bare_in_autograd(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]
     ]
 
 
-def _has_chain(row: Row) -> bool:
-    return ms(row, "both", "chained_host_ms") is not None
-
-
-def _chained(row: Row) -> str:
-    return number(ms(row, "both", "chained_host_ms"))
+def _both_alone(rows: list[Row], head: str, name: str) -> list[tuple[str, Callable[[Row], str]]]:
+    """The column of a time of both directions together, if it was measured."""
+    if all(ms(r, "both", name) is None for r in rows):
+        return []
+    return [(head, lambda r: number(ms(r, "both", name)))]
 
 
 def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:

@@ -125,7 +125,7 @@ def test_table_has_the_work_of_the_host(result):
     *_, line = report_tables.of_host(found).splitlines()
     cells = [c.strip() for c in line.strip("|").split("|")][1:]
     assert cells[:3] == ["0.0600 / 0.120", "0.0200 / 0.0400", "3.00 / 3.00"]
-    assert cells[3:] == ["0.0800", "1.50", "2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    assert cells[3:] == ["0.0800", "1.50", "0.0900", "2 / 4", "0 / 0", "7 / 14", "1 / 1"]
     del row["both"]["bare_autograd_ms"]
     assert "autograd" not in report_tables.of_host(found)
     del row["forward"]["launches"]
