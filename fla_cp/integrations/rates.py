@@ -6,7 +6,7 @@ They therefore become a module of their own in each mixer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,6 +79,8 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
         owner._fqn_modifiers = partial(dict.fromkeys, [*owner.exact._parameters], "exact")
     policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
     shard_without_hooks(parts, mesh, policy)
+    global _gather_outside_graphs
+    _gather_outside_graphs = torch.compiler.disable(_gather_for_backward)
     model.register_forward_pre_hook(_gather)
     model.register_forward_hook(_release)
     return model
@@ -178,12 +180,11 @@ def _gather(model: nn.Module, args: Any) -> None:
 
 def _release(model: nn.Module, args: Any, out: Any) -> None:
     if torch.is_grad_enabled():  # the end of the backward does it
-        _gather_for_backward(model, out)
+        _gather_outside_graphs(model, out)
     else:
         _group(model).reshard()
 
 
-@torch.compiler.disable
 def _gather_for_backward(model: nn.Module, out: Any) -> None:
     """A call without a graph, or the backward of another call, may come before this call's backward
     and reshard the rates, which a recomputation reads."""
@@ -191,6 +192,11 @@ def _gather_for_backward(model: nn.Module, out: Any) -> None:
     for x in tree_leaves(out):
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(lambda _: group.unshard())
+
+
+_gather_outside_graphs: Callable[[nn.Module, Any], None] = _gather_for_backward
+"""The same, which torch.compile does not trace. Only `shard_rates` asks for that, because it makes
+PyTorch import torch._dynamo, which takes programs that compile nothing a second."""
 
 
 def _rename_saved(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
