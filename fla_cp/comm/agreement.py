@@ -73,7 +73,10 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:
         self._group = group
         self._state = _GROUPS.setdefault(group, _Group())
-        self._table, self._known = table, False
+        self._table = table
+        self._known = False
+        """Whether the table was compared. It stays False if the ranks differed, so that a caller
+        who goes on after the error gets it again."""
 
     @property
     def due(self) -> bool:
@@ -122,10 +125,11 @@ class Agreement:
             mine = mine.pin_memory().to(device, non_blocking=True)
         rows, work = collectives.gather_numbers(mine, self._group)
         work.wait()  # on a GPU only the stream waits
-        self._known = True
         if device.type != "cuda" or wait:
             _check(rows, facts)
+            self._known = True
             return
+        self._known = True
         late = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
         late.copy_(rows, non_blocking=True)
         arrived = torch.cuda.Event()

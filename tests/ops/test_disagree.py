@@ -187,6 +187,22 @@ def updates_differ(group, rank):
     assert torch.allclose(call(context)[0], call(ordinary)[0])
 
 
+def differs_again(group, rank):
+    for _ in range(WATCHED):
+        call(build(group))
+    tables = [build(group, (0, 15 + rank, T), max_sequences=most) for most in (None, 5)]
+    with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
+        tables[1].update(torch.tensor([0, 10 + rank, T]))
+    for context in tables:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
+                call(context)
+
+
+def test_a_table_that_differed_is_compared_again():
+    run_threads(differs_again, 2)
+
+
 def test_updates_that_differ():
     run_threads(updates_differ, 2)
 
