@@ -36,12 +36,13 @@ SENT = 16
 
 _PLAIN = (
     *map(str, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
-    *("allgather", "ring", "scan", "heads", "symmetric", "nearest", "local"),
-    *("gathered", "by_heads", "causal_attention", "keys_of"),
+    *("all_gather", "ring", "scan", "heads", "symmetric", "symmetricorgather", "local"),
+    *("gathered", "by_heads", "causal_attention", "latent_attention", "keys_of"),
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla", "chunk_dplr_delta_rule"),
 )
-"""Texts that an error can show although a rank receives only their hashes."""
+"""Texts that an error can show although a rank receives only their hashes: dtypes, the names that
+`scheme_of` returns, the schemes of keys and values, and the calls that are compared."""
 
 Facts = Mapping[str, Any]
 
