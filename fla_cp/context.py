@@ -160,24 +160,18 @@ class FLACPContext(Tabled, FLANames):
         """The same sharding for a batch that has n rows for each token. It is built at the first
         call and kept. Under torch.compile it cannot be built: call this once before the compiled
         function, or it raises ValueError."""
-        if torch.compiler.is_compiling() and n not in self._repeated:
+        if n in self._repeated:
+            return self._repeated[n]
+        if torch.compiler.is_compiling():
             raise ValueError(
                 f"under torch.compile, {n} householder steps under a cp_context need "
                 f"cp_context.repeated({n}) to be called once before the compiled function"
             )
-
-        if n not in self._repeated:
-            check_count("n", n)
-            self._repeated[n] = _context(
-                self.group,
-                _times(n, self.global_cu_seqlens),
-                tuple(tuple((n * a, n * b) for a, b in r) for r in self.token_ranges),
-                None,
-                self.exchange,
-                self.cu_seqlens.device,
-                self.max_sequences,
-                checked=self.agreement is not None,
-            )
+        check_count("n", n)
+        offsets = _times(n, self.global_cu_seqlens)
+        ranges = tuple(tuple((n * a, n * b) for a, b in r) for r in self.token_ranges)
+        given = offsets, ranges, None, self.exchange, self.cu_seqlens.device, self.max_sequences
+        self._repeated[n] = _context(self.group, *given, checked=self.agreement is not None)
         return self._repeated[n]
 
     @cached_property
@@ -270,6 +264,10 @@ class FLACPContext(Tabled, FLANames):
                 f"x must have total_tokens={self.total_tokens} tokens in dim {dim}, "
                 f"got shape {tuple(x.shape)}"
             )
+        return self._own(x, dim)
+
+    def _own(self, x: Tensor, dim: int) -> Tensor:
+        """`shard` of a tensor whose dimension `dim` has all tokens."""
         pieces = [x.narrow(dim, lo, hi - lo) for lo, hi in self.token_ranges[self.rank]]
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
@@ -333,10 +331,13 @@ class _Unshard(torch.autograd.Function):
         if context.group is None:
             gathered = mine[None]
         else:
-            wire = mine.to(collectives.wire_device(context.group, mine.device))
+            # As bytes, because transports do not know every dtype.
+            wire = mine.flatten().view(torch.uint8)
+            wire = wire.to(collectives.wire_device(context.group, mine.device))
             gathered, work = collectives.all_gather(wire, context.group)
             work.wait()
-            gathered = gathered.to(mine.device)
+            gathered = gathered.to(mine.device).flatten().view(mine.dtype)
+            gathered = gathered.view(context.world_size, *mine.shape)
         out = rows.new_empty(context.total_tokens, *rows.shape[1:])
         for ranges, part in zip(context.token_ranges, gathered, strict=True):
             at = 0
@@ -347,7 +348,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.context.shard(grad, ctx.dim), None, None
+        return ctx.context._own(grad, ctx.dim), None, None
 
 
 def build_cp_context(

@@ -215,10 +215,13 @@ class Tape(TorchDispatchMode):
             self.items.append(Op(func, noted[0], noted[1], self._result(found)))
 
     def _note_write(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Notes an op that writes some of its arguments, which must be memory of the call's own."""
-        for argument, x in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and self.ref(x).root.kind == "constant":
+        """Notes an op that writes some of its arguments, which must be memory of the call's own.
+        Some, such as `out`, are given by name."""
+        arguments = func._schema.arguments
+        given = {a.name: x for a, x in zip(arguments, args, strict=False)} | kwargs
+        written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        for x in _tensors([given.get(name) for name in written]):
+            if self.ref(x).root.kind == "constant":
                 raise NotReplayable(f"{func} writes a tensor that is not the call's")
         self.items.append(Op(func, self._noted(args), self._noted(kwargs), None))
 

@@ -1,7 +1,7 @@
 """Affine maps of runs of tokens: their products, and the fold of a state through chains of maps.
 
-Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere:
-a state passes through as many products as its sequence has segments, and their errors add up.
+Products are never formed in TF32, whatever torch's settings allow elsewhere: a state passes through
+as many products as its sequence has segments, and their errors add up.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,14 @@ from fla_cp.partition.device_tables import Tabled
 
 
 def _reduced(x: Tensor) -> bool:
-    """Whether torch would form a product of x in less than its own precision."""
-    allowed = torch.get_float32_matmul_precision() != "highest"
-    return x.is_cuda and x.dtype == torch.float32 and allowed
+    """Whether torch would form a product of x in less than its own precision.
+
+    `torch.get_float32_matmul_precision` cannot be asked. It raises an error if TF32 was allowed by
+    `torch.backends.cuda.matmul.fp32_precision`, which knows what either setting allows.
+    """
+    if not x.is_cuda or x.dtype != torch.float32:
+        return False
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def product(then: Tensor, first: Tensor) -> Tensor:

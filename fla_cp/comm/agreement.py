@@ -36,12 +36,13 @@ SENT = 16
 
 _PLAIN = (
     *map(str, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
-    *("allgather", "ring", "scan", "heads", "symmetric", "nearest", "local"),
-    *("gathered", "by_heads", "causal_attention", "keys_of"),
+    *("all_gather", "ring", "scan", "heads", "symmetric", "symmetricorgather", "local"),
+    *("gathered", "by_heads", "causal_attention", "latent_attention", "keys_of"),
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla", "chunk_dplr_delta_rule"),
 )
-"""Texts that an error can show although a rank receives only their hashes."""
+"""Texts that an error can show although a rank receives only their hashes: dtypes, the names that
+`scheme_of` returns, the schemes of keys and values, and the calls that are compared."""
 
 Facts = Mapping[str, Any]
 
@@ -73,7 +74,10 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:
         self._group = group
         self._state = _GROUPS.setdefault(group, _Group())
-        self._table, self._known = table, False
+        self._table = table
+        self._known = False
+        """Whether the table was compared. It stays False if the ranks differed, so that a caller
+        who goes on after the error gets it again."""
 
     @property
     def due(self) -> bool:
@@ -122,10 +126,11 @@ class Agreement:
             mine = mine.pin_memory().to(device, non_blocking=True)
         rows, work = collectives.gather_numbers(mine, self._group)
         work.wait()  # on a GPU only the stream waits
-        self._known = True
         if device.type != "cuda" or wait:
             _check(rows, facts)
+            self._known = True
             return
+        self._known = True
         late = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
         late.copy_(rows, non_blocking=True)
         arrived = torch.cuda.Event()

@@ -81,9 +81,10 @@ def state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
 
 def gate(in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
     """The gate inside the operator. Its parameters are read in fp32, and without it not at all."""
-    if not in_kernel:
-        return {"use_gate_in_kernel": in_kernel}
-    return {"use_gate_in_kernel": True, "A_log": wide(A_log), "dt_bias": wide(dt_bias)}
+    found: dict[str, Any] = {"use_gate_in_kernel": in_kernel}
+    if in_kernel:
+        found |= {"A_log": wide(A_log), "dt_bias": wide(dt_bias)}
+    return found
 
 
 def wide(x: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from fla_cp import context
 from fla_cp.arguments import check_choice
 from fla_cp.compat.arguments import refuse
 from fla_cp.context import FLACPContext
-from fla_cp.partition.checks import check_cu_seqlens, check_group
+from fla_cp.partition.checks import check_cu_seqlens, check_group, check_host_copy
 from fla_cp.partition.token_ranges import zigzag_token_ranges
 
 
@@ -35,6 +35,8 @@ def build_cp_context(
         if "token_ranges" in kwargs:
             raise ValueError("layout must be 'contiguous' beside token_ranges, got 'zigzag'")
         check_cu_seqlens("cu_seqlens", cu_seqlens)
+        if cu_seqlens_cpu is not None:
+            check_host_copy(cu_seqlens, cu_seqlens_cpu)
         total = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)[-1]
         kwargs["token_ranges"] = zigzag_token_ranges(int(total), check_group(group))
     return context.build_cp_context(

@@ -321,3 +321,27 @@ def test_maps_are_multiplied_in_full_precision_whatever_is_allowed(monkeypatch):
     exact = S.double() + M.double() @ S.double()
     assert wide.dtype == torch.float32
     assert (wide - exact).abs().max() <= (plain - exact).abs().max() + 1e-7
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    ],
+    ids=["high", "medium", "in products", "everywhere"],
+)
+def test_every_way_to_allow_tf32_is_understood(allow):
+    on_gpu, x = SimpleNamespace(is_cuda=True, dtype=torch.float32), torch.eye(K)
+    assert not affine._reduced(on_gpu)
+    try:
+        allow()
+        assert affine._reduced(on_gpu)
+        assert torch.equal(leave(x, x, x), x + x)
+    finally:
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    assert not affine._reduced(on_gpu)

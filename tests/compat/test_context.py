@@ -78,6 +78,8 @@ REFUSED = [
     ({"use_tf32x3_affine_chain": False}, "use_tf32x3_affine_chain must be True, got False"),
     ({"layout": "striped"}, "layout must be 'contiguous' or 'zigzag', got 'striped'"),
     ({"layout": "zigzag", "token_ranges": [[(0, 160)]]}, "layout must be 'contiguous' beside"),
+    ({"layout": "zigzag", "cu_seqlens_cpu": CU}, "cu_seqlens_cpu must be a tensor, got tuple"),
+    ({"layout": "zigzag", "cu_seqlens_cpu": torch.ones(2, 2)}, "cu_seqlens_cpu must be int32 or"),
 ]
 
 

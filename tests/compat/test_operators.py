@@ -414,6 +414,13 @@ def test_parameters_of_the_gate_may_be_narrow_or_unused(name):
     assert_exact("o", with_them[0], call(name, given, member)[0])
 
 
+@pytest.mark.parametrize("name", INSIDE)
+def test_the_gate_is_a_flag(name):
+    _, x, _ = of(name)
+    with pytest.raises(ValueError, match="use_gate_in_kernel must be True or False, got 'no'"):
+        by_position(name, **x, use_gate_in_kernel="no")
+
+
 def test_q_and_v_are_checked_where_a_decay_is_made_of_them():
     _, x, _ = of("chunk_simple_gla")
     del x["g"]

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from benchmarks import agreement as benchmark
 from fla_cp import build_cp_context, causal_conv1d, chunk_gla, chunk_kda, zigzag_token_ranges
-from fla_cp.comm import agreement, collectives
+from fla_cp.comm import Local, SymmetricOrGather, agreement, collectives, keys_values, scheme_of
 from fla_cp.comm.agreement import WATCHED, Agreement
+from fla_cp.comm.exchange import SCHEMES
 from tests.support.ranks import run_threads
 
 T = 40
@@ -46,6 +47,11 @@ TABLES = {
         {"exchange": "ring"},
         {"exchange": "scan"},
         r"exchange \(ring on ranks \[0\], scan on ranks \[1\]\)",
+    ),
+    "default exchange": (
+        {},
+        {"exchange": "ring"},
+        r"exchange \(all_gather on ranks \[0\], ring on ranks \[1\]\)",
     ),
     "most": ({"max_sequences": 5}, {"max_sequences": 4}, "max_sequences .5 on ranks .0., 4 on"),
 }
@@ -96,6 +102,13 @@ def tables_differ(group, rank, name, check):
 @pytest.mark.parametrize("name", TABLES)
 def test_ranks_with_other_tables(name, check):
     run_threads(tables_differ, 2, name, check)
+
+
+def test_every_scheme_is_shown_by_name():
+    kinds = [*SCHEMES.values(), SymmetricOrGather, Local]
+    names = {*map(scheme_of, (kind(None) for kind in kinds)), *keys_values.SCHEMES}
+    assert names >= {*SCHEMES, "local", "gathered"}
+    assert names <= {*agreement._READABLE.values()}
 
 
 def own_offsets(group, rank, lengths):
@@ -185,6 +198,22 @@ def updates_differ(group, rank):
     call(context)
     ordinary = build(group, (0, 10, T))
     assert torch.allclose(call(context)[0], call(ordinary)[0])
+
+
+def differs_again(group, rank):
+    for _ in range(WATCHED):
+        call(build(group))
+    tables = [build(group, (0, 15 + rank, T), max_sequences=most) for most in (None, 5)]
+    with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
+        tables[1].update(torch.tensor([0, 10 + rank, T]))
+    for context in tables:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
+                call(context)
+
+
+def test_a_table_that_differed_is_compared_again():
+    run_threads(differs_again, 2)
 
 
 def test_updates_that_differ():

@@ -311,10 +311,16 @@ def test_inputs_in_the_same_memory_are_told_apart():
     assert torch.equal(found, call(x, y)[0])
 
 
-def test_a_tensor_of_host_values_that_is_written_is_not_a_constant():
+@pytest.mark.parametrize(
+    "write",
+    [lambda total, x: total.add_(x), lambda total, x: torch.add(total, x, out=total)],
+    ids=["in place", "out"],
+)
+def test_a_tensor_of_host_values_that_is_written_is_not_a_constant(write):
     def call(x):
         total = torch.tensor([0.0] * N)
-        return (total.add_(x).clone(),)
+        write(total, x)
+        return (total.clone(),)
 
     plan, replayed = plan_of(), Replayed()
     for _ in range(4):

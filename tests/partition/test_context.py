@@ -95,6 +95,28 @@ def test_shard_and_unshard_are_inverse(name):
     assert sum(run_threads(roundtrip, 3, RANGES[name])) == 40
 
 
+def unsharded(group, rank):
+    """Tensors of dtypes that gloo does not know."""
+    context = build_cp_context(torch.tensor([0, 7]), group)
+    for dtype in (torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bfloat16):
+        x = torch.arange(7).to(dtype)
+        for whole in (x, x[:, None], x.repeat(2, 1).T, x.new_empty(7, 0)):
+            found = context.unshard(context.shard(whole, 0), 0)
+            assert found.dtype == dtype
+            assert found.tolist() == whole.tolist()
+
+
+def test_every_dtype_is_unsharded(gloo_pool):
+    gloo_pool.run(unsharded, world_size=2)
+
+
+def test_rows_without_tokens_are_unsharded():
+    context = build_cp_context(torch.tensor([0, 0]), None)
+    x = torch.ones(2, 0, 3, requires_grad=True)
+    context.unshard(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
 def test_rows_are_folded():
     context = build_cp_context(torch.tensor([0, 5, 10, 15]), None)
     x = torch.randn(3, 5, 2)
