@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp import remat
-from fla_cp.arguments import check_count
+from fla_cp.arguments import check_count, check_flags
 from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange, scheme_of
 from fla_cp.handle import Handle
 from fla_cp.partition.checks import (
@@ -391,6 +391,7 @@ def build_cp_context(
     check_conv1d_kernel_size(conv1d_kernel_size)
     world_size = check_group(group)
     check_exchange(exchange)
+    check_flags(("check",), () if check is None else (check,))
     if max_sequences is not None:
         check_max_sequences(max_sequences, offsets, world_size, token_ranges, exchange)
         max_sequences = int(max_sequences)
@@ -405,10 +406,8 @@ def build_cp_context(
     fixed = max_sequences is not None
     scheme = make_exchange(exchange, group, world_size, fixed=fixed, tokens=tokens)
     device = cu_seqlens.device
-    checked = check is None or bool(check)
-    context = _context(
-        group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences, checked=checked
-    )
+    given = offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences
+    context = _context(group, *given, checked=check is not False)
     if check and context.agreement is not None:
         context.agreement.built()
     return context

@@ -284,6 +284,12 @@ def test_groups_of_wrong_type(group):
         build_cp_context(torch.tensor([0, 10]), group)
 
 
+@pytest.mark.parametrize("check", ["no", 1, 0, torch.tensor(True)])
+def test_check_is_a_flag(check):
+    with pytest.raises(ValueError, match="check must be True or False, got"):
+        build_cp_context(torch.tensor([0, 10]), None, check=check)
+
+
 @pytest.mark.parametrize("exchange", [None, 3, ["ring"]])
 def test_exchanges_of_wrong_type(exchange):
     with pytest.raises(ValueError, match=f"'auto', got {type(exchange).__name__}"):
