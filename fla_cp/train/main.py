@@ -47,6 +47,7 @@ from fla_cp.train.model import Decoder, has_compiled_blocks, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
+from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.profile import StepProfile, missed
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
@@ -185,6 +186,12 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
+    if unequal_attention(config):
+        notes.append(
+            "note: in documents that are longer than a rank's tokens, the last cp rank may have "
+            "nearly twice the mean work of softmax attention; --parallel.layout zigzag divides it "
+            "about equally"
+        )
     if folder.note:
         notes.append(folder.note)
     own = found is None and config.model.folder is None
@@ -256,6 +263,16 @@ def whole_packs(config: TrainConfig) -> bool:
     packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
     pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
     return cp > 1 and packs % pieces == 0
+
+
+def unequal_attention(config: TrainConfig) -> bool:
+    """Whether --parallel.layout zigzag would divide the work of softmax attention more equally
+    among the ranks of a cp group. Each model of transformers has such layers."""
+    parallel, model = config.parallel, config.model
+    softmax = model.folder is not None or bool(set(SOFTMAX) & set(mixers_of(model)))
+    shared = parallel.cp > 1 and not whole_packs(config)
+    possible = parallel.layout == "contiguous" and config.data.max_documents is None
+    return softmax and shared and possible
 
 
 class Loop:

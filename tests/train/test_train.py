@@ -407,6 +407,30 @@ def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path
     assert (reference / "config.toml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    "flags, unequal",
+    [
+        ("--cp 2 --model.pattern kda,attention", True),
+        ("--cp 2 --model.pattern gdn,mla", True),
+        ("--cp 2 --model kimi-linear-small", True),
+        ("--cp 2 --model.pattern kda,attention --parallel.layout zigzag", False),
+        ("--cp 2 --mixer kda", False),
+        ("--cp 1 --model.pattern kda,attention", False),
+        ("--cp 2 --model.pattern kda,mla --data.max-documents 4 --cuda-graphs on", False),
+        ("--cp 2 --model.pattern kda,attention --global-batch-size 2", False),  # whole packs
+    ],
+)
+def test_unequal_work_of_attention_is_seen(flags, unequal):
+    config = parse(["--seq-len", "512", "--global-batch-size", "1", *flags.split()])
+    assert fla_cp.train.main.unequal_attention(config) == unequal
+
+
+def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fla_cp.train.main, "unequal_attention", lambda config: True)
+    assert run_here(*text, "--max-steps", "1", "--out", str(tmp_path / "run")) == 0
+    assert "; --parallel.layout zigzag divides it about equally" in capsys.readouterr().out
+
+
 def test_whole_packs_say_why_nothing_is_exchanged():
     """Such a run exchanges nothing, and says why; runs with other splits do not say so."""
 
