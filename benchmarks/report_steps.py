@@ -69,6 +69,7 @@ def steps_command(result: Result) -> str:
     ours = [r for r in result.rows if r["who"] == "fla_cp"]
     names = {"models": "model", "seq-len": "tokens", "data": "data", "gpus": "gpus"}
     values = [len({r[name] for r in ours}) for name in (*names.values(), "flags")]
+    together = len(ours) == math.prod(values)
     more = ["--peer fla"] if any(r["who"] == "fla" for r in result.rows) else []
     more += ["--profile"] if any("profile" in r for r in ours) else []
 
@@ -80,8 +81,8 @@ def steps_command(result: Result) -> str:
 
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in ours:
-        together = len(ours) == math.prod(values)
-        groups.setdefault(("", "") if together else (row["model"], row["flags"]), []).append(row)
+        key = ("", "") if together else (row["model"], row["flags"])
+        groups.setdefault(key, []).append(row)
     return ", then ".join(map(command, groups.values()))
 
 

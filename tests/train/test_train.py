@@ -431,6 +431,15 @@ def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
     assert "; --parallel.layout zigzag divides it about equally" in capsys.readouterr().out
 
 
+def test_programs_start_without_the_compiler():
+    """Importing torch._dynamo takes a second, which programs that compile nothing need not."""
+    names = ", ".join(f"fla_cp.train.{n}" for n in ("main", "evaluate", "export", "generate"))
+    code = f"import sys, {names}; print('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
 def test_whole_packs_say_why_nothing_is_exchanged():
     """Such a run exchanges nothing, and says why; runs with other splits do not say so."""
 
