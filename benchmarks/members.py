@@ -179,9 +179,16 @@ def peer(member: Member, name: str) -> Callable[..., tuple]:
         raise SystemExit(f"--peer {name}: has no {member.ours}; it has {sorted(member.peers)}")
     module, function = member.peers[name].split(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except ImportError as error:
         raise SystemExit(f"--peer {name} needs {module.split('.')[0]} ({error})") from error
+    if module != "flash_qla":
+        return found
+
+    def without_host_copy(*, cu_seqlens_cpu: object = None, **rest: object) -> tuple:
+        return found(**rest)  # FlashQLA's operator does not take the host's copy of cu_seqlens
+
+    return without_host_copy
 
 
 def io_bytes(member: Member, shape: Shape) -> tuple[int, int]:
