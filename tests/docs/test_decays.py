@@ -154,6 +154,15 @@ def test_warm_only_makes_first_calls(monkeypatch, capsys):
     assert not rows and said.startswith("gdn, first calls of flashqla: ") and said.count("\n") == 1
 
 
+def test_flashqla_is_called_without_the_offsets_of_the_host(monkeypatch):
+    """Its operator takes cu_seqlens only."""
+    flash_qla = ModuleType("flash_qla")
+    flash_qla.chunk_gated_delta_rule = lambda q, *, cu_seqlens: (q, cu_seqlens)
+    monkeypatch.setitem(sys.modules, "flash_qla", flash_qla)
+    call = members.peer(MEMBERS["gdn"], "flashqla")
+    assert call(q=1, cu_seqlens=2, cu_seqlens_cpu=3) == (1, 2)
+
+
 def test_names_of_peers(capsys):
     with pytest.raises(SystemExit):
         decays.main(["--peers", "fla,other"])
