@@ -99,8 +99,9 @@ class InitializedModule(nn.Module):
         """Draws the module's own parameters, in the order in which they were made.
 
         It draws only parameters that exist, so a constructor may call it before a subclass adds
-        more.
+        more. On the meta device there is nothing to draw.
         """
         values = self.initial_values()
         for name, parameter in self.named_parameters(recurse=False):
-            values[name].fill_(parameter)
+            if not parameter.is_meta:
+                values[name].fill_(parameter)

@@ -9,7 +9,7 @@ import torch
 from fla_cp.train.config import ModelConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.model import Decoder, compile_blocks
-from fla_cp.train.weights import allocate, initialise
+from fla_cp.train.weights import allocate, initialise, on_meta
 
 if TYPE_CHECKING:
     from fla_cp.train.stock import StockModel
@@ -35,7 +35,7 @@ def build_sharded(
         from fla_cp.train.stock import build_stock
 
         return build_stock(config, seed, ranks, dtype)
-    with torch.device("meta"):
+    with on_meta():
         model = Decoder(config, vocab_size)
     allocate(model, ranks, dtype)
     # Around a compiled block, a selective checkpoint would run the operators a second time.

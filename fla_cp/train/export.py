@@ -36,6 +36,7 @@ from fla_cp.train.stock_checkpoint import export_checkpoint
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.waiting_bars import Update, shown
+from fla_cp.train.weights import on_meta
 
 ALWAYS_FP32 = ("core.A_log", "core.dt_bias", "router.correction_bias")
 """Ends of names of what bfloat16 would change too much."""
@@ -99,7 +100,7 @@ def recorded_decoder(record: Mapping[str, Any]) -> Decoder:
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: model[name] for name in names if name in model}
 
-    with torch.device("meta"):
+    with on_meta():
         config, shape = ModelConfig(**values(ModelConfig)), Shape(**values(Shape))
         return Decoder(config, model["vocab_size"], shape)
 

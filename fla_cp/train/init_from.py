@@ -17,7 +17,7 @@ from fla_cp.train.model import Decoder
 from fla_cp.train.progress import announced
 from fla_cp.train.tokenizer import needs_extra
 from fla_cp.train.waiting_bars import shown
-from fla_cp.train.weights import local_tensor, owned_rows
+from fla_cp.train.weights import local_tensor, on_meta, owned_rows
 
 FLAG = "--init-from"
 
@@ -33,7 +33,7 @@ def why_not_exported(config: ModelConfig, vocab_size: int) -> str:
 
 def _layout(config: ModelConfig, vocab_size: int) -> Layout:
     """The published layout of a decoder. Raises ValueError if there is none, with the reason."""
-    with torch.device("meta"):
+    with on_meta():
         return layout_of(Decoder(config, vocab_size))
 
 

@@ -47,6 +47,7 @@ from fla_cp.train.optim import block_matrices
 from fla_cp.train.parse import parse
 from fla_cp.train.pattern import block_mixers
 from fla_cp.train.tokenizer import Tokenizer
+from fla_cp.train.weights import on_meta
 
 GIB = 2**30
 
@@ -165,7 +166,7 @@ class Predictor:
 
     def model(self, config: ModelConfig) -> Decoder:
         """The model on "meta", with its parameters in the dtypes that a forward uses."""
-        with torch.device("meta"):
+        with on_meta():
             model = Decoder(config, self.vocab_size)
         exact = {p for part in model.exact_parts() for p in part.parameters()}
         for p in model.parameters():

@@ -28,7 +28,7 @@ from fla_cp.train.loss import chunked_cross_entropy, token_scores
 from fla_cp.train.mixers import make_mixer
 from fla_cp.train.pattern import block_mixers
 from fla_cp.train.waiting_bars import show_compilations
-from fla_cp.train.weights import give_memory, initialise
+from fla_cp.train.weights import give_memory, initialise, on_meta
 
 INIT_STD = 0.02
 INTO_RESIDUAL = ("mixer.o_proj", "ffn.down", "ffn.experts", "ffn.shared.down")
@@ -341,7 +341,7 @@ class Decoder(LanguageModel):
 
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
     """A whole decoder in float32 on the CPU, with the weights of `seed`."""
-    with torch.device("meta"):
+    with on_meta():
         model = Decoder(config, vocab_size)
     give_memory(model, torch.device("cpu"))
     initialise(model, seed)

@@ -22,7 +22,7 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.init_from import read_into
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder, Shape
-from fla_cp.train.weights import allocate, give_memory
+from fla_cp.train.weights import allocate, give_memory, on_meta
 
 _Options = tuple[ModelConfig, Shape]
 
@@ -75,7 +75,7 @@ def _described(path: Path, config: dict[str, Any]) -> tuple[Decoder, Layout]:
     """The decoder of a config.json, on the meta device. path: of its folder, for errors."""
     understood = _understood(path, config)
     model, shape = READERS[understood.model_type](understood)
-    with torch.device("meta"):
+    with on_meta():
         decoder = Decoder(model, understood.vocab_size, shape)
     layout = layout_of(decoder)
     compare_options(layout, path, config)

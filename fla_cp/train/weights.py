@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from fla_cp.nn.initial import Initial
 from fla_cp.train.distributed import Ranks, shard_model
@@ -32,6 +34,32 @@ if TYPE_CHECKING:
 # Number of elements that one generator draws. It is small, since a rank that holds a part of a
 # block draws all of it. Another size gives other weights.
 BLOCK = 2**16
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """In the block, the functions of torch.nn.init return their tensor as it is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__ and "tensor" in given:
+            return given["tensor"]
+        return func(*args, **given)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """In the block, modules are made on the meta device, and their weights have no values.
+
+    torch.nn.init does nothing there. Without values it has nothing to do, but it would import
+    torch's compiler, which takes a second of each rank's start."""
+    with torch.device("meta"), _NothingDrawn():
+        yield
 
 
 def allocate(model: LanguageModel, ranks: Ranks, dtype: torch.dtype) -> None:

@@ -197,10 +197,8 @@ def compiled_layer(group, rank, name, zigzag):
     [
         ("GatedDeltaNet", False),
         pytest.param("GatedDeltaNet", True, marks=pytest.mark.wide),
-        pytest.param("KimiDeltaAttention", False, marks=pytest.mark.wide),
         pytest.param("KimiDeltaAttention", True, marks=pytest.mark.wide),
         pytest.param("GatedDeltaProduct", False, marks=pytest.mark.wide),
-        pytest.param("GatedDeltaProduct", True, marks=pytest.mark.wide),
     ],
 )
 def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name, zigzag):

@@ -30,20 +30,18 @@ OPERATORS = {
 
 
 def results(context, name, impl):
-    """o and the gradients of a call. Kernels are interpreted, and have half the heads."""
+    """o and the gradients of a call. Kernels are interpreted, and have one head."""
     op, channels, options = OPERATORS[name]
     torch.manual_seed(0)
-    H = 2 if impl == "torch" else 1
-    q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, 8), dim=-1) for _ in "qk")
-    v, g = torch.randn(1, T, 2 * H, 8), -0.1 * torch.rand(1, T, 2 * H, *channels)
+    H, HV = (2, 4) if impl == "torch" else (1, 1)
     if name == "gla":
-        q, k, beta = (x.repeat_interleave(2, 2) for x in (q, k)), None, ()
-        q, k = q
-    else:
-        beta = (torch.rand(1, T, 2 * H),)
+        H = HV
+    q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, 8), dim=-1) for _ in "qk")
+    v, g = torch.randn(1, T, HV, 8), -0.1 * torch.rand(1, T, HV, *channels)
+    beta = () if name == "gla" else (torch.rand(1, T, HV),)
     leaves = [context.shard(x).requires_grad_() for x in (q, k, v, g, *beta)]
     o, _ = op(*leaves, **options, impl=impl, cp_context=context)
-    do = context.shard(torch.randn(1, T, 2 * H, 8))
+    do = context.shard(torch.randn(1, T, HV, 8))
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 

@@ -432,9 +432,11 @@ def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
 
 
 def test_programs_start_without_the_compiler():
-    """Importing torch._dynamo takes a second, which programs that compile nothing need not."""
+    """Importing torch._dynamo takes a second, which programs that compile nothing need not. Models
+    are made on the meta device without it, too."""
     names = ", ".join(f"fla_cp.train.{n}" for n in ("main", "evaluate", "export", "generate"))
-    code = f"import sys, {names}; print('torch._dynamo' in sys.modules)"
+    model = "fla_cp.train.model.build_model(fla_cp.train.parse.parse([]).model, 256, 0)"
+    code = f"import sys, {names}; {model}; print('torch._dynamo' in sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
