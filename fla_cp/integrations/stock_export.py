@@ -48,8 +48,10 @@ def export_stock(
     with new_folder(out) as partial:
         _write_config(config, type(stock).__name__, dtype, partial)
         for pattern in (*_ALSO, *TOKENIZER_PATTERNS):
-            for file in Path(folder).glob(pattern):
-                shutil.copyfile(file, partial / file.name)
+            for file in filter(Path.is_file, Path(folder).glob(pattern)):
+                copy = partial / file.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         write_tensors(partial, _published(layout, whole, dtype), shard_bytes)
     return str(config["model_type"])
 

@@ -17,9 +17,9 @@ STOCK_TYPES = ("kimi_linear", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", 
 
 TOKENIZER_PATTERNS = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*.tiktoken"),
+    *("*.model", "*.tiktoken", "chat_template*", "*chat_templates/*.jinja"),
 )
-"""Files of a tokenizer."""
+"""Files of a tokenizer. Kimi Linear has its vocabulary in tiktoken.model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
 _NEUTRAL = (

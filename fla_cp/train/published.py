@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from fla_cp.integrations.layouts import Layout, layout_of
-from fla_cp.integrations.layouts.match import check_folder, compare_options, read_config
+from fla_cp.integrations.layouts.match import (
+    check_folder,
+    compare_options,
+    has_experts,
+    read_config,
+)
 from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks
@@ -245,7 +250,7 @@ def _qwen3_next(config: Any) -> _Options:
         width = config.head_dim // channels
         queries = heads // config.num_key_value_heads
         base, scaling = _rotary(config)
-    moe = config.num_experts > 0
+    moe = has_experts(config)
     dense = len(config.mlp_only_layers) if moe else config.num_hidden_layers
     shared = config.shared_expert_intermediate_size
     if moe and shared % config.moe_intermediate_size:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fla_cp import FLACPContext
 from fla_cp.integrations.rates import Exact, set_apart
+from fla_cp.integrations.stock_layout import tied_names
 from fla_cp.integrations.stock_model import open_stock, weights_of
 from fla_cp.integrations.transformers import parallelize
 from fla_cp.nn import RoutingStatistics
@@ -41,6 +42,8 @@ class StockModel(LanguageModel):
     def __init__(self, stock: Any, config: ModelConfig) -> None:
         super().__init__()
         self.impl = config.impl
+        # Not as config.json says: transformers never ties the head of Kimi Linear.
+        self.tied = bool(tied_names(stock))
         set_apart(stock)
         self.stock = stock
         self.routers = _routers(stock)
@@ -61,7 +64,7 @@ class StockModel(LanguageModel):
     def shape(self) -> str:
         """The model's dimensions, in words."""
         config = self.stock.config
-        tied = "tied" if config.tie_word_embeddings else "untied"
+        tied = "tied" if self.tied else "untied"
         return (
             f"{type(self.stock).__name__}, {config.num_hidden_layers} layers of width "
             f"{config.hidden_size}, {tied} head"
@@ -74,7 +77,7 @@ class StockModel(LanguageModel):
         return [module for module in self.modules() if isinstance(module, Exact)]
 
     def tie_weights(self) -> None:
-        if self.stock.config.tie_word_embeddings:
+        if self.tied:
             self.stock.lm_head.weight = self.stock.model.embed_tokens.weight
 
     def forward(

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fla_cp.integrations import stock_layout
 from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.integrations.stock_export import export_stock
 from fla_cp.integrations.stock_folder import folder_facts, has_weights, read_config_json
 from fla_cp.integrations.stock_layout import layout_of, published_shapes
 from tests.support.stock_folders import save_stock
@@ -49,6 +50,20 @@ def test_every_row_is_read_and_written_back(tmp_path, monkeypatch, kind, read_by
     assert list(written) and set(written) == set(stored.tensors)
     for name, x in written.items():
         assert torch.equal(x, stored.read(name)), name
+
+
+def test_the_files_of_a_tokenizer_go_with_the_weights(tmp_path):
+    """Those of the published Kimi Linear, and templates beside the default one."""
+    save_stock(tmp_path / "in", "kimi_linear")
+    files = "tiktoken.model", "tokenizer_config.json", "additional_chat_templates/tools.jinja"
+    for name in (*files, "tokenization_kimi.py"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", local_files_only=True)
+    export_stock(tmp_path / "in", tmp_path / "out", model.state_dict().__getitem__)
+    for name in files:
+        assert (tmp_path / "out" / name).read_text() == name
+    assert not (tmp_path / "out/tokenization_kimi.py").exists()
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_next", "olmo_hybrid"])

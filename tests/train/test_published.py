@@ -55,10 +55,21 @@ FOLDERS = {
     "qwen-yarn": ("qwen3_next", QWEN | {"rope_parameters": YARN, "max_position_embeddings": 64}),
 }
 """Models that our decoder expresses, as transformers makes and writes them."""
+LINEAR, FULL = ({"layer_types": [kind] * 3} for kind in ("linear_attention", "full_attention"))
+PARTS = {
+    "kimi-no-experts": ("kimi_linear", KIMI | {"mlp_layer_types": ["dense"] * 3}),
+    "kimi-linear": ("kimi_linear", KIMI | LINEAR | {"num_attention_heads": 2, "kv_lora_rank": 7}),
+    "kimi-full": ("kimi_linear", KIMI | FULL),
+    "qwen-no-experts": ("qwen3_next", QWEN | {"num_experts": 0, "norm_topk_prob": False}),
+    "qwen-no-experts-by-layer": ("qwen3_next", QWEN | {"mlp_only_layers": [2, 0, 1]}),
+    "qwen-linear": ("qwen3_next", QWEN | LINEAR | {"num_attention_heads": 2, "head_dim": 6}),
+    "qwen-full": ("qwen3_next", QWEN | FULL),
+}
+"""The same without some kind of layers, whose options then say nothing."""
 
 
 def saved(folder, kind):
-    name, changes = FOLDERS[kind]
+    name, changes = (FOLDERS | PARTS)[kind]
     save_stock(folder, name, **changes)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype="float32", attn_implementation="eager"
@@ -94,13 +105,13 @@ def test_greedy_text_is_that_of_transformers(kind, tmp_path):
     assert compared > NEW  # not all of them near-ties
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", FOLDERS | PARTS)
 def test_logits_are_those_of_transformers(kind, tmp_path):
     stock = saved(tmp_path, kind)
     model = load_published(tmp_path, torch.device("cpu"))
     tokens = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
-        wanted = stock(tokens).logits
+        wanted = stock(tokens, use_cache=False).logits
     torch.testing.assert_close(logits_of(model, tokens), wanted, atol=2e-5, rtol=1e-5)
 
 

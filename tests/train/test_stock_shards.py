@@ -47,7 +47,9 @@ def built(folder, world, **options):
     return run_threads(on_rank, world)
 
 
-@pytest.mark.parametrize("kind, tied", [("kimi_linear", False), ("qwen3_5_moe", True)])
+@pytest.mark.parametrize(
+    "kind, tied", [("kimi_linear", False), ("kimi_linear", True), ("qwen3_5_moe", True)]
+)
 @pytest.mark.parametrize("world", [1, 3])
 def test_shares_are_the_rows_of_the_files(tmp_path, kind, tied, world):
     folder = save_stock(tmp_path, kind, tie_word_embeddings=tied)

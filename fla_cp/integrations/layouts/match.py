@@ -19,6 +19,22 @@ NEUTRAL = (
 )
 """Options that do not change the model, or only the shapes of tensors, which are compared too."""
 
+_OF_LAYERS = {
+    "linear_attention": ("linear_",),
+    "full_attention": (
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "rope_parameters",
+    ),
+}
+"""Beginnings of names of options that say something of these layers alone."""
+
+_OF_EXPERTS = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+    *("mlp_only_layers", "decoder_sparse_step"),
+)
+
 POSITIONS = ("rope_parameters",)
 """Options that may differ on purpose, to train on longer sequences."""
 
@@ -91,10 +107,10 @@ def compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[
     except Exception as error:  # transformers and the libraries below raise all kinds
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"config.json in {path} is refused by transformers: {reason}") from None
-    notes = []
+    notes, unused = [], _of_absent_parts(ours, theirs)
     for name in kind.__annotations__:
         found, wanted = getattr(theirs, name), getattr(ours, name)
-        if name in NEUTRAL or found == wanted:
+        if name in NEUTRAL or name.startswith(unused) or found == wanted:
             continue
         if name not in POSITIONS:
             raise ValueError(
@@ -103,6 +119,25 @@ def compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[
             )
         notes.append(f"rotary positions differ: {name} is {wanted}, in {path} {found}")
     return notes
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a block has experts. config: of transformers."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return "sparse" in kinds
+    step, layers = max(1, config.decoder_sparse_step), range(config.num_hidden_layers)
+    chosen = [i for i in layers if i not in config.mlp_only_layers and (i + 1) % step == 0]
+    return config.num_experts > 0 and bool(chosen)
+
+
+def _of_absent_parts(*configs: Any) -> tuple[str, ...]:
+    """Beginnings of names of options that say something of parts that no model has."""
+    layers = {kind for config in configs for kind in config.layer_types}
+    found = [name for kind, names in _OF_LAYERS.items() if kind not in layers for name in names]
+    if not any(map(has_experts, configs)):
+        found += _OF_EXPERTS
+    return tuple(found)
 
 
 def _compare_names(layout: Layout, folder: TensorFolder) -> None:
