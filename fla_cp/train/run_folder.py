@@ -96,7 +96,9 @@ def _look(
     if inside and config.run.out is None and not config.parity.check:
         _keep_later(found[0], run)
     continues = config.run.resume == "auto" or inside or again
-    if read_metrics(run) and not continues and not config.parity.check:
+    # without the metrics, a new run would still delete the checkpoints
+    holds = read_metrics(run) or checkpoint.find("auto", run)
+    if holds and not continues and not config.parity.check:
         raise UserError(
             f"--out {run} already holds a run; continue it with --resume auto, or name another "
             "folder"

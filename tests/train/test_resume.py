@@ -143,6 +143,15 @@ def test_resuming_an_earlier_checkpoint_deletes_nothing_unasked(run, capsys):
     assert f"removed {run}/checkpoints/step-00000004" in capsys.readouterr().out
 
 
+def test_a_new_run_deletes_no_checkpoints_of_a_folder_without_metrics(run, capsys):
+    """Such as a folder that holds a copy of another run's checkpoints."""
+    (run / "metrics.jsonl").unlink()
+    before = names(run)
+    assert train(run, 6) == 2
+    assert f"error: --out {run} already holds a run; continue it with" in capsys.readouterr().err
+    assert names(run) == before
+
+
 def test_a_run_without_steps_left_says_so_and_makes_no_folder(run, tmp_path, capsys):
     before = (run / "config.toml").read_text()
     last = run / "checkpoints" / "step-00000004"
