@@ -152,6 +152,12 @@ def test_a_new_run_deletes_no_checkpoints_of_a_folder_without_metrics(run, capsy
     assert names(run) == before
 
 
+def test_a_comparison_in_the_folder_of_a_run_leaves_its_configuration(run):
+    before = (run / "config.toml").read_text()
+    assert train(run, 4, "--check-parity", "--parity.steps", "1") == 0
+    assert (run / "parity.json").exists() and (run / "config.toml").read_text() == before
+
+
 def test_a_run_without_steps_left_says_so_and_makes_no_folder(run, tmp_path, capsys):
     before = (run / "config.toml").read_text()
     last = run / "checkpoints" / "step-00000004"
