@@ -4,7 +4,7 @@ RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint (DCP) wri
 optimiser, `Progress`, random number generators) and trainer.json, which says what was trained and
 has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and renames it
 when it is on disk. A folder whose name is not step-* never counts as a checkpoint. The learning
-rate is a function of the step, and a batch one of the packs before it, so of the schedule and the
+rate is a function of the step, and a batch one of the tokens before it, so of the schedule and the
 sampler nothing else is saved. A checkpoint can be loaded with any split over ranks.
 """
 

@@ -326,8 +326,9 @@ class Loop:
         last = self.config.run.steps
         start = self.progress.step
         stopped = False
+        first = self.progress.tokens // self.config.data.seq_len  # behind what has been read
         # Its workers start to read while the first evaluation runs.
-        with Feed(self.config, self.data, self.ranks, start, self.progress.packs) as feed:
+        with Feed(self.config, self.data, self.ranks, start, first) as feed:
             if start == 0 and self.held_out:
                 nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "times"))
                 self._record(**nothing, lr=0.0, evaluate=True)

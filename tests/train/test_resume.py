@@ -234,9 +234,17 @@ def test_another_batch_size_goes_on_behind_the_last_pack(recorded, tmp_path, mon
     assert axis.series("loss")[0] == [64 * packs for packs in (1, 2, 6, 9, 12)]
 
 
-def test_tokens_are_counted_on_with_another_pack(run):
+def test_tokens_are_counted_on_with_another_pack(run, monkeypatch):
+    read, packs = [], StepBatchSampler.packs
+    monkeypatch.setattr(
+        StepBatchSampler, "packs", lambda *given: read.append(given[1:]) or packs(*given)
+    )
     assert train(run, 5, "--resume", "auto", "--seq-len", "32") == 0
     assert [row["tokens"] for row in read_metrics(run)] == [64, 128, 192, 256, 288]
+    assert read == [(8, 9)]  # behind 256 tokens
+    assert train(run, 7, "--resume", "auto", "--seq-len", "128", "--checkpoint-every", "1") == 0
+    assert train(run, 8, "--resume", "auto", "--seq-len", "128") == 0
+    assert read[1:] == [(2, 3), (3, 4), (4, 5)]
 
 
 def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):
