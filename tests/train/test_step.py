@@ -163,3 +163,11 @@ def test_numbers_that_are_not_finite_become_null():
 def test_plot_without_matplotlib_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "matplotlib is not installed (extra `plot`)" in plot_losses(tmp_path, [], "title")
+
+
+def test_a_plot_searches_no_place_for_its_legend(tmp_path, monkeypatch):
+    """Matplotlib warns if the search takes a second, as with many steps or on a busy machine."""
+    legend = pytest.importorskip("matplotlib.legend").Legend
+    monkeypatch.setattr(legend, "_find_best_position", lambda *_: pytest.fail("it searched"))
+    rows = [{"step": step, "loss": 1.0, "eval_loss": None} for step in range(3)]
+    assert "loss plot" in plot_losses(tmp_path, rows, "title")
