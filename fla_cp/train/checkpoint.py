@@ -4,7 +4,7 @@ RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint (DCP) wri
 optimiser, `Progress`, random number generators) and trainer.json, which says what was trained and
 has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and renames it
 when it is on disk. A folder whose name is not step-* never counts as a checkpoint. The learning
-rate is a function of the step, and a batch one of the packs before it, so of the schedule and the
+rate is a function of the step, and a batch one of the tokens before it, so of the schedule and the
 sampler nothing else is saved. A checkpoint can be loaded with any split over ranks.
 """
 
@@ -48,6 +48,8 @@ MODEL_NEUTRAL = ("size", "init", "impl", "compile", "remat", "offload", "aux_los
 shape."""
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
+IMPLIED = {"gate_bias": True}
+"""What None means in fields of ModelConfig that `Shape` does not fill in."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_gib")
 """Fields of DataConfig that do not change the batches."""
 
@@ -284,7 +286,7 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
     except Damaged as error:
         raise UserError(f"--resume: {path} is damaged: {error}") from None
     saved, new = record["model"], now["model"]
-    differ = [name for name in new if name in saved and saved[name] != new[name]]
+    differ = [name for name in new if name in saved and _meant(name, saved) != _meant(name, new)]
     changed = [name for name in differ if name not in POSITIONS]
     if changed:
         before = " and ".join(_shown("model", name, saved[name]) for name in changed)
@@ -319,6 +321,11 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
             f"not say what its {unknown} were"
         )
     return notes
+
+
+def _meant(name: str, model: dict[str, Any]) -> Any:
+    """The value of an option of the model."""
+    return IMPLIED.get(name) if model[name] is None else model[name]
 
 
 def _schedule_notes(record: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -74,7 +74,7 @@ class TextDocuments:
                 facts = path.stat()
                 start, stop = 0, facts.st_size
                 if split is not None and not by_hash:
-                    cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
+                    cut = _held_out_start(path, stop)
                     start, stop = (0, cut) if split == "train" else (cut, stop)
                 pieces += _pieces(path, start, stop)
             total.update(f"{name}\0{facts.st_size} {facts.st_mtime_ns}".encode(errors="replace"))
@@ -107,6 +107,14 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
     return pieces
 
 
+def _held_out_start(path: Path, size: int) -> int:
+    """Where the end of a file begins that is held out: behind a line end, or at a character if the
+    file ends before another line begins."""
+    at = size - int(size * HELD_OUT)
+    cut = _line_end(path, at, size)
+    return cut if cut < size else _character(path, at, size)
+
+
 def _line_end(path: Path, at: int, stop: int) -> int:
     """The first position, from `at` on, that follows a line end; at most `stop`.
 
@@ -118,8 +126,13 @@ def _line_end(path: Path, at: int, stop: int) -> int:
     with open(path, "rb") as file:
         file.seek(at)
         at += len(line := file.readline(PIECE_BYTES))
-        if line.endswith(b"\n"):
-            return min(at, stop)
+    return min(at, stop) if line.endswith(b"\n") else _character(path, at, stop)
+
+
+def _character(path: Path, at: int, stop: int) -> int:
+    """The first position, from `at` on, where a character of UTF-8 begins; at most `stop`."""
+    with open(path, "rb") as file:
+        file.seek(at)
         while at < stop and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
             at += 1
     return min(at, stop)

@@ -53,7 +53,15 @@ from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
-from fla_cp.train.step import Feed, HeldOut, balance_of, document_lengths, finish, forward_backward
+from fla_cp.train.step import (
+    Feed,
+    HeldOut,
+    balance_of,
+    data_problem,
+    document_lengths,
+    finish,
+    forward_backward,
+)
 from fla_cp.train.step_times import RankTimes, StepTimes, slowest
 from fla_cp.train.text_files import Split
 from fla_cp.train.trackers import check_installed, start_trackers
@@ -239,10 +247,18 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 @announced("held-out data")
 def read_held_out(config: TrainConfig, valid: Packs, ranks: Ranks) -> HeldOut:
-    """The packs of the evaluations, tokenised if need be."""
-    return HeldOut(
-        config, valid.head(config.data.eval_batches * config.data.global_batch_size), ranks
-    )
+    """The packs of the evaluations, tokenised if need be. Raises UserError, on all ranks, if one of
+    them cannot read them. Collective."""
+    found, problem = None, ""
+    try:
+        packs = valid.head(config.data.eval_batches * config.data.global_batch_size)
+        found = HeldOut(config, packs, ranks)
+    except ValueError as error:
+        problem = data_problem(error)
+    problem = ranks.first_problem(problem)
+    if found is None or problem:
+        raise UserError(problem)
+    return found
 
 
 def described(data: Packs) -> str:
@@ -310,8 +326,9 @@ class Loop:
         last = self.config.run.steps
         start = self.progress.step
         stopped = False
+        first = self.progress.tokens // self.config.data.seq_len  # behind what has been read
         # Its workers start to read while the first evaluation runs.
-        with Feed(self.config, self.data, self.ranks, start, self.progress.packs) as feed:
+        with Feed(self.config, self.data, self.ranks, start, first) as feed:
             if start == 0 and self.held_out:
                 nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "times"))
                 self._record(**nothing, lr=0.0, evaluate=True)

@@ -235,6 +235,6 @@ def plot_losses(run: Path, rows: list[dict[str, Any]], title: str) -> str:
     axes.plot(*series("eval_loss"), "o-", color="tab:orange", label="held-out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right")  # to search for the best place can take seconds
     figure.savefig(run / "loss.png", dpi=120)
     return f"loss plot: {run / 'loss.png'}"

@@ -134,9 +134,12 @@ class MixedPacks(Packs):
         return MixedSampler(orders, self.counts, global_batch_size, seed, start_step, first_pack)
 
     def head(self, count: int) -> PackList:
-        """At most `count` packs in the shares of the weights, with at least one of each source."""
+        """At most `count` packs in the shares of the weights, with at least one of each source.
+        With more sources than `count`, there is one pack of each."""
         total = sum(self.counts)
         shares = [max(1, round(count * own / total)) for own in self.counts]
+        while sum(shares) > max(count, len(shares)):  # shares were rounded up
+            shares[shares.index(max(shares))] -= 1
         heads = [part.head(share) for part, share in zip(self.parts, shares, strict=True)]
         return ConcatDataset(cast(list[Dataset[Batch]], heads))
 

@@ -39,7 +39,7 @@ from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.model import vocabulary
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.progress import announced
-from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
+from fla_cp.train.step import Feed, forward_backward, reduce_metrics
 
 LOSS_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # An element whose gradient consists of rounding alone moves by a whole step in either direction.
@@ -165,7 +165,7 @@ class Run:
         """Computes the gradients of the next batch; returns its global loss."""
         self.step += 1
         batch = self.feed.take()
-        targets = agree(batch, self.ranks).targets
+        targets = self.feed.agreement(batch).targets
         first = self.step == 1
         share = forward_backward(self.model, batch, targets, self.config, self.ranks, check=first)
         loss, self.norm = reduce_metrics(share, self.model, self.ranks)

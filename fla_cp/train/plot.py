@@ -148,7 +148,7 @@ def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1)
     losses.set(ylabel="loss (nats per token)")
     speeds.set(ylabel="tokens/s", xlabel=axis)
     speeds.set_ylim(bottom=0)
-    losses.legend()
+    losses.legend(loc="upper right")
     for axes in (losses, speeds):
         axes.grid(alpha=0.3)
     try:

@@ -96,12 +96,17 @@ def _look(
     if inside and config.run.out is None and not config.parity.check:
         _keep_later(found[0], run)
     continues = config.run.resume == "auto" or inside or again
-    if read_metrics(run) and not continues and not config.parity.check:
+    if _holds_run(run) and not continues and not config.parity.check:
         raise UserError(
             f"--out {run} already holds a run; continue it with --resume auto, or name another "
             "folder"
         )
     return run, found
+
+
+def _holds_run(run: Path) -> bool:
+    """Whether a folder has metrics, or checkpoints, which a new run would delete."""
+    return bool(read_metrics(run) or checkpoint.find("auto", run))
 
 
 def _keep_later(found: Path, run: Path) -> None:
@@ -142,6 +147,7 @@ def _home(found: Sequence[Path]) -> Path | None:
 
 def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:
     """Makes and locks the folder and writes config.toml, on rank 0. Raises UserError on all ranks.
+    A comparison in the folder of a run leaves the run's own config.toml.
 
     To be called once the configuration is known to be valid: until then config.toml must stay,
     since a run that refuses to resume advises to use it.
@@ -153,6 +159,8 @@ def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> No
         with _out_errors():
             run.mkdir(parents=True, exist_ok=True)
             lock.take(run)
+            if config.parity.check and _holds_run(run):
+                return
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text, encoding="utf-8")
             restart.claim(run, launchers)

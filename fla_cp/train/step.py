@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fla_cp import FLACPContext, build_cp_context
 from fla_cp.train.balance import Balance
-from fla_cp.train.config import TrainConfig
+from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, PackList, Packs
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
@@ -89,6 +89,7 @@ class Feed:
         self.stream = torch.cuda.Stream(ranks.device) if cuda else None
         self.next: list[MicroBatch] | None = None
         self.agreed: Agreement | None = None  # about `next`
+        self.problem = ""  # why the last batch could not be read
 
     def __enter__(self) -> Feed:
         self.loader.__enter__()
@@ -106,6 +107,7 @@ class Feed:
     def take(self) -> list[MicroBatch]:
         """The next step's micro-batches. The caller keeps them until the step's losses have been
         read, because their memory on the GPU may be used for the next batch once they are dropped.
+        If this rank cannot read its data, there are none, and `agreement` raises on all ranks.
         """
         batches, self.next = self.next, None
         if batches is None:
@@ -118,11 +120,12 @@ class Feed:
         self, batches: Sequence[MicroBatch], stop: bool = False, times: StepTimes | None = None
     ) -> Agreement:
         """What the ranks agree on about the batches that `take` has returned. stop: whether this
-        rank was asked to stop. times: measures the wait for other ranks."""
+        rank was asked to stop. times: measures the wait for other ranks. Raises UserError, on all
+        ranks, if one of them could not read its data."""
         found, self.agreed = self.agreed, None
         if found is None:
             with nullcontext() if times is None else times.waiting(on_host=True):
-                found = agree(batches, self.ranks, stop)
+                found = agree(batches, self.ranks, stop, self.problem)
         return found
 
     def read_ahead(self, stop: bool = False, times: StepTimes | None = None) -> bool:
@@ -141,7 +144,19 @@ class Feed:
         return self.agreed.stop
 
     def _read(self) -> list[MicroBatch]:
-        return [MicroBatch(share) for share in next(self.loader)]
+        try:
+            return [MicroBatch(share) for share in next(self.loader)]
+        except ValueError as error:
+            self.problem = data_problem(error)
+            return []
+
+
+def data_problem(error: ValueError) -> str:
+    """The flag, and what is wrong with the data, in one line. error: of a data set, perhaps in a
+    worker, whose traceback then comes before its message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[-1].removeprefix("ValueError: ") if "Traceback" in str(error) else lines[0]
+    return text if text.startswith("--") else f"--data: {text}"
 
 
 def sharing(config: TrainConfig, ranks: Ranks) -> Sharing:
@@ -170,17 +185,22 @@ class Agreement:
     stop: bool
 
 
-def agree(batches: Sequence[MicroBatch], ranks: Ranks, stop: bool = False) -> Agreement:
+def agree(
+    batches: Sequence[MicroBatch], ranks: Ranks, stop: bool = False, problem: str = ""
+) -> Agreement:
     """Counts the global batch's targets and checks that cp peers hold the same batch.
 
-    It is one collective on the host, of three integers from each rank. Raises RuntimeError, which
-    names the ranks that differ.
+    problem: why this rank could not read its data, or "". It is one collective on the host, of four
+    integers from each rank. Raises RuntimeError, which names the ranks that differ, and UserError
+    if a rank has a problem.
     """
     digest = 0
     for batch in batches:
         digest = (digest * 31 + batch.share.digest) % 2**63
     targets = sum(batch.share.targets for batch in batches)
-    table = ranks.host_gather([digest, targets, stop]).numpy()
+    table = ranks.host_gather([digest, targets, stop, bool(problem)]).numpy()
+    if table[:, 3].any():
+        raise UserError(ranks.first_problem(problem))
     table = rearrange(table, "(dp cp) facts -> dp cp facts", cp=ranks.cp)
     odd = (table[:, :, :2] != table[:, :1, :2]).any(-1).flatten().nonzero()[0].tolist()
     if odd:

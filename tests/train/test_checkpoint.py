@@ -124,6 +124,10 @@ def test_another_model_is_refused_and_other_data_noted(tmp_path, ranks):
     assert checkpoint.check_matches(path, one.facts()) == []
     neutral = OneRank(ranks, "--impl torch --remat selective --model.offload")
     assert checkpoint.check_matches(path, neutral.facts()) == []
+    said = OneRank(ranks, "--model.gate-bias True")  # which it has anyway
+    assert checkpoint.check_matches(path, said.facts()) == []
+    with pytest.raises(UserError, match=r"no --model.gate-bias, but .* --model.gate-bias False"):
+        checkpoint.check_matches(path, OneRank(ranks, "--model.gate-bias False").facts())
     other = OneRank(ranks, "--seq-len 128 --seed 3")
     assert checkpoint.check_matches(path, other.facts(packs=9)) == [
         "the resumed run's data differ: --data.seq-len is 128, was 4096",

@@ -63,6 +63,9 @@ def test_a_file_alone_holds_out_its_tail_and_files_hold_out_files(tmp_path):
     train, valid = texts(many, "train"), texts(many, "valid")
     assert sorted(train + valid) == sorted(f"file {i}" for i in range(200))
     assert 1 <= len(valid) <= 20
+    book.write_text("line\n" * 9 + "ä" * 1000)  # the last line is longer than the tail
+    train, valid = texts(book, "train"), texts(book, "valid")
+    assert "".join(train + valid) == book.read_text() and 28 <= len(valid[0]) <= 31
     (tmp_path / "one.txt").write_text("one line")
     with pytest.raises(ValueError, match="text: the valid split must have text, got none"):
         texts(tmp_path / "one.txt", "valid")

@@ -234,7 +234,7 @@ def test_feed_reads_ahead_in_order(ranks):
 
 def test_the_next_batch_is_agreed_on_ahead(ranks, monkeypatch):
     asked = []
-    ask = lambda batches, ranks, stop: asked.append(stop) or agree(batches, ranks, stop)  # noqa: E731
+    ask = lambda *given: asked.append(given[2]) or agree(*given)  # noqa: E731
     monkeypatch.setattr(step, "agree", ask)
     config = parse(["--device", "cpu", "--seq-len", "50", "--global-batch-size", "4"])
     with Feed(config, dataset(), ranks, 0) as feed:

@@ -102,6 +102,8 @@ def test_an_evaluation_reads_every_source():
     few = mixed().head(2)
     assert Counter(origin(few[i]) for i in range(len(few))) == {0: 1, 1: 1, 2: 1}
     assert len(mixed().head(1000)) == 39  # no more than there are
+    rare = mixed(weights=("0.96", "0.02", "0.02")).head(8)
+    assert Counter(origin(rare[i]) for i in range(len(rare))) == {0: 6, 1: 1, 2: 1}
 
 
 def test_sources_need_one_vocabulary(tmp_path):

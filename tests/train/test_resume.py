@@ -143,6 +143,21 @@ def test_resuming_an_earlier_checkpoint_deletes_nothing_unasked(run, capsys):
     assert f"removed {run}/checkpoints/step-00000004" in capsys.readouterr().out
 
 
+def test_a_new_run_deletes_no_checkpoints_of_a_folder_without_metrics(run, capsys):
+    """Such as a folder that holds a copy of another run's checkpoints."""
+    (run / "metrics.jsonl").unlink()
+    before = names(run)
+    assert train(run, 6) == 2
+    assert f"error: --out {run} already holds a run; continue it with" in capsys.readouterr().err
+    assert names(run) == before
+
+
+def test_a_comparison_in_the_folder_of_a_run_leaves_its_configuration(run):
+    before = (run / "config.toml").read_text()
+    assert train(run, 4, "--check-parity", "--parity.steps", "1") == 0
+    assert (run / "parity.json").exists() and (run / "config.toml").read_text() == before
+
+
 def test_a_run_without_steps_left_says_so_and_makes_no_folder(run, tmp_path, capsys):
     before = (run / "config.toml").read_text()
     last = run / "checkpoints" / "step-00000004"
@@ -219,9 +234,17 @@ def test_another_batch_size_goes_on_behind_the_last_pack(recorded, tmp_path, mon
     assert axis.series("loss")[0] == [64 * packs for packs in (1, 2, 6, 9, 12)]
 
 
-def test_tokens_are_counted_on_with_another_pack(run):
+def test_tokens_are_counted_on_with_another_pack(run, monkeypatch):
+    read, packs = [], StepBatchSampler.packs
+    monkeypatch.setattr(
+        StepBatchSampler, "packs", lambda *given: read.append(given[1:]) or packs(*given)
+    )
     assert train(run, 5, "--resume", "auto", "--seq-len", "32") == 0
     assert [row["tokens"] for row in read_metrics(run)] == [64, 128, 192, 256, 288]
+    assert read == [(8, 9)]  # behind 256 tokens
+    assert train(run, 7, "--resume", "auto", "--seq-len", "128", "--checkpoint-every", "1") == 0
+    assert train(run, 8, "--resume", "auto", "--seq-len", "128") == 0
+    assert read[1:] == [(2, 3), (3, 4), (4, 5)]
 
 
 def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):

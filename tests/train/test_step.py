@@ -8,6 +8,7 @@ import torch
 
 import fla_cp.train.loss
 from fla_cp import build_cp_context
+from fla_cp.train.config import UserError
 from fla_cp.train.data import collate
 from fla_cp.train.distributed import Ranks, joined, shard_model
 from fla_cp.train.loader import Sharing
@@ -46,11 +47,16 @@ def test_ranks_agree_on_targets_and_stops_and_refuse_different_batches():
 
     sharing = Sharing(1, cp=2, cp_rank=0, layout="contiguous")
     batch = [MicroBatch(share) for share in sharing([pack(1), pack(2)])]
-    answer(lambda mine: torch.tensor([mine, mine, [5, 7, 1], [5, 7, 0]]))
+    answer(lambda mine: torch.tensor([mine, mine, [5, 7, 1, 0], [5, 7, 0, 0]]))
     agreed = agree(batch, ranks)
     assert (agreed.targets, agreed.stop) == (207, True)
-    answer(lambda mine: torch.tensor([mine, [mine[0] + 1, *mine[1:]], [5, 7, 0], [6, 7, 0]]))
+    answer(lambda mine: torch.tensor([mine, [mine[0] + 1, *mine[1:]], [5, 7, 0, 0], [6, 7, 0, 0]]))
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] differ"):
+        agree(batch, ranks)
+    # of two ranks that cannot read their data, one says why
+    object.__setattr__(ranks, "gather", lambda mine: [mine, mine, "--data: row 3", "--data: row 3"])
+    answer(lambda mine: torch.tensor([mine, mine, [0, 0, 0, 1], [0, 0, 0, 1]]))
+    with pytest.raises(UserError, match=r"^--data: row 3$"):
         agree(batch, ranks)
 
 
@@ -157,3 +163,11 @@ def test_numbers_that_are_not_finite_become_null():
 def test_plot_without_matplotlib_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "matplotlib is not installed (extra `plot`)" in plot_losses(tmp_path, [], "title")
+
+
+def test_a_plot_searches_no_place_for_its_legend(tmp_path, monkeypatch):
+    """Matplotlib warns if the search takes a second, as with many steps or on a busy machine."""
+    legend = pytest.importorskip("matplotlib.legend").Legend
+    monkeypatch.setattr(legend, "_find_best_position", lambda *_: pytest.fail("it searched"))
+    rows = [{"step": step, "loss": 1.0, "eval_loss": None} for step in range(3)]
+    assert "loss plot" in plot_losses(tmp_path, rows, "title")

@@ -245,3 +245,19 @@ def test_a_run_that_resumes_has_the_losses_of_one_that_did_not(folder, tmp_path,
     out = capsys.readouterr().out
     assert "in packs of 32 tokens, vocabulary 284" in out
     assert "the resumed run's data differ" not in out
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_row_that_is_found_bad_in_the_run_ends_it_in_one_line(workers, folder, tmp_path, capsys):
+    lines = (folder / "tasks.jsonl").read_text().splitlines()
+    lines[222] = json.dumps({"prompt": "222 asks", "completion": None})
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    flags = [*FLAGS, "--max-steps", "99", "--eval-every", "0", "--workers", workers]
+    flags += ["--data", f"hf:{tmp_path}/tasks.jsonl", "--tokenizer", str(folder / "tokenizer")]
+    flags += ["--data.cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run")]
+    assert fla_cp.train.main.main(flags) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert error.startswith(
+        f"error: --data: {tmp_path}/tasks.jsonl: prompt and completion of row 222 must be a prompt"
+    )
+    assert len(read_metrics(tmp_path / "run")) > 1
