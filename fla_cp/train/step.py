@@ -153,7 +153,10 @@ class Feed:
 
 def data_problem(error: ValueError) -> str:
     """The flag, and what is wrong with the data, in one line. error: of a data set, perhaps in a
-    worker, whose traceback then comes before its message."""
+    worker, whose traceback then comes before its message. Raises the error itself if the file
+    system is its cause, because a restart may find that the file can be read again."""
+    if isinstance(error.__cause__, OSError) or "[Errno " in str(error):
+        raise error
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[-1].removeprefix("ValueError: ") if "Traceback" in str(error) else lines[0]
     return text if text.startswith("--") else f"--data: {text}"

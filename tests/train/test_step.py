@@ -15,7 +15,8 @@ from fla_cp.train.loader import Sharing
 from fla_cp.train.metrics import Metrics, plot_losses
 from fla_cp.train.model import build_model, parameter_groups
 from fla_cp.train.parse import parse
-from fla_cp.train.step import HeldOut, MicroBatch, agree, forward_backward
+from fla_cp.train.step import HeldOut, MicroBatch, agree, data_problem, forward_backward
+from fla_cp.train.text_files import file_errors
 
 MODEL = [
     *("--model.layers", "2", "--model.hidden-size", "32"),
@@ -58,6 +59,35 @@ def test_ranks_agree_on_targets_and_stops_and_refuse_different_batches():
     answer(lambda mine: torch.tensor([mine, mine, [0, 0, 0, 1], [0, 0, 0, 1]]))
     with pytest.raises(UserError, match=r"^--data: row 3$"):
         agree(batch, ranks)
+
+
+class Unreadable(torch.utils.data.Dataset):
+    """A file whose disk fails, or bad data."""
+
+    def __init__(self, disk):
+        self.disk = disk
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, i):
+        if not self.disk:
+            raise ValueError("row 3 has no text")
+        with file_errors("a.txt"):
+            raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_a_disk_are_not_called_bad_data(workers):
+    """A restart may find the file again; bad data stay as they are."""
+    for disk in (True, False):
+        with pytest.raises(ValueError, match="cannot read|has no text") as caught:
+            next(iter(torch.utils.data.DataLoader(Unreadable(disk), num_workers=workers)))
+        if disk:
+            with pytest.raises(ValueError, match=r"cannot read a\.txt: Input/output error"):
+                data_problem(caught.value)
+        else:
+            assert data_problem(caught.value) == "--data: row 3 has no text"
 
 
 @pytest.fixture
