@@ -19,6 +19,7 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: this folder is on sys.path instead of the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from fla_cp.train.advice import advice, whole_packs
 from fla_cp.train.parent import end_with_launcher
 
 if __name__ == "__main__":  # first, because the other imports take seconds
@@ -47,7 +48,6 @@ from fla_cp.train.model import Decoder, has_compiled_blocks, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
-from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.profile import StepProfile, missed
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
@@ -187,19 +187,8 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
         *data.notes,
         *(valid.notes if valid is not None else ()),
+        *advice(config),
     ]
-    if whole_packs(config):
-        notes.append(
-            f"note: each of the {config.parallel.cp} cp ranks holds whole packs, so no state "
-            "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
-            "(--micro-batch-size 1) would be sharded"
-        )
-    if unequal_attention(config):
-        notes.append(
-            "note: in documents that are longer than a rank's tokens, the last cp rank may have "
-            "nearly twice the mean work of softmax attention; --parallel.layout zigzag divides it "
-            "about equally"
-        )
     if folder.note:
         notes.append(folder.note)
     own = found is None and config.model.folder is None
@@ -268,27 +257,6 @@ def described(data: Packs) -> str:
 
 def tokens_per_step(config: TrainConfig) -> int:
     return config.data.global_batch_size * config.data.seq_len
-
-
-def whole_packs(config: TrainConfig) -> bool:
-    """Whether the ranks of a cp group cut micro-batches only between packs.
-
-    The ranks then hold whole documents and exchange no states.
-    """
-    cp, data = config.parallel.cp, config.data
-    packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
-    pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
-    return cp > 1 and packs % pieces == 0
-
-
-def unequal_attention(config: TrainConfig) -> bool:
-    """Whether --parallel.layout zigzag would divide the work of softmax attention more equally
-    among the ranks of a cp group. Each model of transformers has such layers."""
-    parallel, model = config.parallel, config.model
-    softmax = model.folder is not None or bool(set(SOFTMAX) & set(mixers_of(model)))
-    shared = parallel.cp > 1 and not whole_packs(config)
-    possible = parallel.layout == "contiguous" and config.data.max_documents is None
-    return softmax and shared and possible
 
 
 class Loop:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fla_cp.train.advice
 import fla_cp.train.main
 import fla_cp.train.parity
 from fla_cp import contiguous_token_ranges, zigzag_token_ranges
@@ -422,13 +423,44 @@ def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path
 )
 def test_unequal_work_of_attention_is_seen(flags, unequal):
     config = parse(["--seq-len", "512", "--global-batch-size", "1", *flags.split()])
-    assert fla_cp.train.main.unequal_attention(config) == unequal
+    assert fla_cp.train.advice.unequal_attention(config) == unequal
 
 
 def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fla_cp.train.main, "unequal_attention", lambda config: True)
-    assert run_here(*text, "--max-steps", "1", "--out", str(tmp_path / "run")) == 0
-    assert "; --parallel.layout zigzag divides it about equally" in capsys.readouterr().out
+    monkeypatch.setattr(fla_cp.train.advice, "unequal_attention", lambda config: True)
+    flags = ["--max-steps", "1", "--optim.momentum", "0.9", "--out", str(tmp_path / "run")]
+    assert run_here(*text, *flags) == 0
+    shown = capsys.readouterr().out
+    assert "; --parallel.layout zigzag divides it about equally" in shown
+    assert "note: --optim.momentum has no effect, because --optimizer is not muon\n" in shown
+
+
+@pytest.mark.parametrize(
+    "flags, unused",
+    [
+        ("--model.gate-lower-bound -5 --mixer gdn", "--model.gate-lower-bound"),
+        ("--model.gate-lower-bound -5 --model.pattern gdn,kda", ""),
+        ("--model.mla-rope --model.pattern kda,attention", "--model.mla-rope"),
+        ("--model.mla-rope --model.rope-theta 500 --model.pattern kda,mla", ""),
+        ("--model.rope-theta 500 --model.pattern kda,mla", "--model.rope-theta"),
+        ("--model.rope-scaling yarn:4", "--model.rope-scaling"),
+        ("--model.rope-scaling yarn:4 --model.pattern kda,attention", ""),
+        ("--data.column body --data text:A:0.5,hf:B:0.5", ""),
+        ("--data.column body --data text:A", "--data.column"),
+        ("--optim.decay-ratio 0.1", "--optim.decay-ratio"),
+        ("--optim.decay-ratio 0.1 --schedule wsd", ""),
+        ("--optim.momentum 0.9", "--optim.momentum"),
+        ("--optim.momentum 0.9 --optimizer muon", ""),
+    ],
+)
+def test_flags_without_effect_are_named(flags, unused):
+    config = parse(["--seq-len", "512", *flags.split()])
+    assert [name for name, _ in fla_cp.train.advice.unused_flags(config)] == unused.split()
+
+
+@pytest.mark.parametrize("size", ["tiny", "340M", "1.3B", "qwen3-next-small", "kimi-linear-small"])
+def test_no_size_has_flags_without_effect(size):
+    assert fla_cp.train.advice.unused_flags(parse(["--model", size])) == []
 
 
 def test_programs_start_without_the_compiler():
@@ -451,7 +483,7 @@ def test_whole_packs_say_why_nothing_is_exchanged():
         cut = zigzag_token_ranges if config.parallel.layout == "zigzag" else contiguous_token_ranges
         ranges = cut(total, config.parallel.cp)
         at_packs = all(edge % 150 == 0 for r in ranges for lo_hi in r for edge in lo_hi)
-        assert fla_cp.train.main.whole_packs(config) == (at_packs and config.parallel.cp > 1)
+        assert fla_cp.train.advice.whole_packs(config) == (at_packs and config.parallel.cp > 1)
         return at_packs
 
     assert is_whole("--cp 2")
