@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from fla_cp.train.ending import ended
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.parent import end_with_launcher
 
@@ -23,7 +24,7 @@ def run() -> int:
         return MISTAKE
     from fla_cp.train.main import main
 
-    return main()
+    return ended(main())
 
 
 def run_export() -> int:
@@ -60,7 +61,7 @@ def run_generate() -> int:
         return MISTAKE
     from fla_cp.train.generate import main
 
-    return main()
+    return ended(main())
 
 
 def run_evaluate() -> int:
@@ -70,7 +71,7 @@ def run_evaluate() -> int:
         return MISTAKE
     from fla_cp.train.evaluate import main
 
-    return main()
+    return ended(main())
 
 
 def _lacks(program: str, extras: str, needed: Sequence[str]) -> bool:

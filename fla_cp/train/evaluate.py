@@ -33,6 +33,7 @@ from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
+from fla_cp.train.ending import ended
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
@@ -442,4 +443,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main()))

@@ -38,6 +38,7 @@ from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.device_rules import check_folder, check_impl
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
+from fla_cp.train.ending import ended
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import graphs_of
@@ -465,4 +466,4 @@ def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main()))

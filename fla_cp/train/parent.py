@@ -30,7 +30,7 @@ def end_with_launcher() -> bool:
     was started for the training. Raises SystemExit if our launcher has ended already.
     """
     launcher = os.environ.pop(LAUNCHER, None)  # not for our own children
-    if STARTED not in os.environ or sys.platform != "linux":
+    if not is_rank() or sys.platform != "linux":
         return False
     if problem := end_with_parent():
         print(f"note: this rank may outlive a killed launcher: {problem}", file=sys.stderr)
@@ -38,6 +38,11 @@ def end_with_launcher() -> bool:
     if launcher is not None and os.getppid() != int(launcher):
         raise SystemExit(f"error: launcher {launcher} ended before this rank began")
     return True
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return STARTED in os.environ
 
 
 def end_with_parent() -> str:

@@ -1,0 +1,32 @@
+"""The end of a rank: as Python ends, but without taking the interpreter apart.
+
+After a run, threads of process groups are still alive, because torch (2.13) keeps a group once it
+was given to an operator. If such a thread frees a Python object while the interpreter is taken
+apart, C++ ends the process with "terminate called without an active exception". A run that was
+right would then count as failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from fla_cp.train.parent import is_rank
+
+
+def ended(code: int) -> int:
+    """Leaves if a launcher started this process as a rank, and returns the code otherwise."""
+    return leave(code) if is_rank() else code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code, after its threads have ended, what was registered with
+    atexit has run, and all output is written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
