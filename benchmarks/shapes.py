@@ -77,6 +77,8 @@ SHAPES = {
         Shape("short16", 32768, cu_seqlens=tuple(range(0, 32769, 16))),
         Shape("short32", 32768, cu_seqlens=tuple(range(0, 32769, 32))),
         Shape("wide", 8192, H=8, HV=8, K=512, V=512),
+        Shape("k256", 16384, H=8, HV=8, K=256, V=256),
+        Shape("k256v512", 16384, H=4, HV=4, K=256, V=512),
         Shape("cpu", 256, H=2, HV=2, K=16, V=16),
     )
 }

@@ -16,10 +16,22 @@ from fla_cp.comm import GraphClock
 from fla_cp.kernels.backend import Backend
 from fla_cp.kernels.torch.backend import TORCH
 
-__all__ = ["TORCH", "Backend", "Impl", "graph_clock", "resolve", "using"]
+__all__ = [
+    "FAST_WIDTH",
+    "TORCH",
+    "Backend",
+    "Impl",
+    "fast_width",
+    "graph_clock",
+    "resolve",
+    "using",
+]
 
 # `import torch` here would be hidden by the folder of that name beside this file.
 Impl = Literal["auto", "torch", "triton"]
+
+FAST_WIDTH = 128
+"""K and V for which there are kernels for a generation of GPUs (triton/generations.py)."""
 
 _replaced: dict[str, Backend] = {}
 
@@ -94,3 +106,15 @@ def graph_clock(device: Device) -> GraphClock | None:
     except ImportError:
         return None
     return CLOCK
+
+
+def fast_width(backend: Backend, dtype: Dtype) -> int | None:
+    """K and V for which the stages with one decay a head are so fast that it pays to split wider
+    heads, where that is possible (ops/wide_heads.py); None if there are none."""
+    if not backend.compiles:
+        return None
+    from fla_cp.kernels.triton.backend import TritonBackend
+    from fla_cp.kernels.triton.generations import GENERATIONS
+
+    assert isinstance(backend, TritonBackend)
+    return FAST_WIDTH if any(g.possible(backend.tuning, dtype) for g in GENERATIONS) else None

@@ -20,9 +20,10 @@ from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, transformed
 from fla_cp.nn.projections import Projections, watched
 from fla_cp.nn.whole_layer import Call, Facts, Values, Weights
 from fla_cp.once_differentiable import once_differentiable
-from fla_cp.ops.checks import FLOATS, MAX_DIM, check_conv1d_context, check_sequences
+from fla_cp.ops.checks import FLOATS, check_conv1d_context, check_sequences
 from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember
+from fla_cp.ops.wide_heads import block_width
 from fla_cp.pipeline import Plan
 from fla_cp.program import Flat
 from fla_cp.recent import Recent
@@ -77,7 +78,8 @@ def one_call(
     - if one could notice that modules are not called: with hooks on them or on saved tensors, in a
       checkpoint, or under autocast, torch.func and torch.compile;
     - if gradients are not recorded, or if ranks exchange tokens or states;
-    - for packed sequences, which differ from batch to batch.
+    - for packed sequences, which differ from batch to batch;
+    - if the operator splits heads (fla_cp/ops/wide_heads.py).
     """
     x = project.x
     if not (supported(layer) and project.joined and cu_seqlens is None) or _observed(x):
@@ -96,7 +98,7 @@ def one_call(
     if watched(core) or watched(conv) or watched(norm) or watched(out):
         return None
     weights = _weights(layer)
-    if weights is None or max(layer.head_dim, layer.head_v_dim) > MAX_DIM:
+    if weights is None or _split(layer, x):
         return None
     facts = Facts(
         layer.num_heads,
@@ -113,6 +115,14 @@ def one_call(
     )
     y: Tensor = _OneCall.apply(_call(facts, x, weights.conv, context), x, *weights)
     return y
+
+
+def _split(layer: Any, x: Tensor) -> bool:
+    """Whether the operator splits the heads of the layer for this input."""
+    size, removal = x.shape[0] * x.shape[1] * layer.num_v_heads, "k" if layer.has_beta else "none"
+    K, V, impl = layer.head_dim, layer.head_v_dim, layer.core.impl
+    width = block_width(removal, layer.per_head, K, V, size, impl, x.device, x.dtype)
+    return width is not None
 
 
 def supported(module: nn.Module) -> bool:

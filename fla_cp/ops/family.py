@@ -43,7 +43,7 @@ from fla_cp.ops.checks import (
 from fla_cp.ops.known import Known, Packed, Shape, key_of, known_calls, remember
 from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Names, Options, Tensors
 from fla_cp.ops.packed import packed_plan
-from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
+from fla_cp.ops.wide_heads import in_narrow_heads, width_of_chunks
 from fla_cp.partition.checks import read_offsets
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan
@@ -103,8 +103,11 @@ def chunk(
     Checks and plans are made once for all calls with one key (known.py); later calls only look them
     up. What depends on the values of tensors is checked in every call.
     """
-    if are_wide(member.removal, x):
-        return _wide(member, x, options)
+    width = None
+    if rows == 1:
+        width = width_of_chunks(member.removal, member.per_head, x, options)
+    if width is not None:
+        return _wide(member, x, options, width)
     if torch.compiler.is_compiling():
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
@@ -212,9 +215,9 @@ def _known_call(
     return out, final, h.unflatten(0, (out.shape[0], -1))
 
 
-def _wide(member: Member, x: Tensors, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """`chunk` of wide heads, which are split. A token has one row, because the members with several
-    rows are not split."""
+def _wide(member: Member, x: Tensors, options: Mapping[str, Any], width: int) -> tuple[Tensor, ...]:
+    """`chunk` of wide heads, which are split into heads of at most `width` channels. A token has
+    one row, because the members with several rows are not split."""
     o, rule = _checked_options(member, x, options)
     sequences = len(x.q)
     if o.cp_context is not None:
@@ -222,7 +225,7 @@ def _wide(member: Member, x: Tensors, options: Mapping[str, Any]) -> tuple[Tenso
     elif o.cu_seqlens is not None:
         sequences = len(o.cu_seqlens) - 1
     check_inputs(x, member.names, o, rule, sequences=sequences)
-    return in_narrow_heads(x, options, o, rule.state_v_first, lambda *y: chunk(member, *y))
+    return in_narrow_heads(x, options, o, rule.state_v_first, lambda *y: chunk(member, *y), width)
 
 
 def _checked_call(

@@ -28,7 +28,7 @@ from fla_cp.ops.family import (
     spread,
 )
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
-from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
+from fla_cp.ops.wide_heads import in_narrow_heads, width_of_steps
 from fla_cp.rule import DeltaRule, accumulator
 
 
@@ -52,9 +52,10 @@ def recurrent(
     if o.inplace_final_state:
         check_in_place("initial_state", o.initial_state, accumulator(x.q.dtype))
         check_no_gradient("inplace_final_state=True", (*member.names, *OF_OPTIONS), given)
-    if are_wide(member.removal, x):
+    width = width_of_steps(member.removal, x)
+    if width is not None:
         out, final = in_narrow_heads(
-            x, options, o, rule.state_v_first, lambda *y: recurrent(member, *y)
+            x, options, o, rule.state_v_first, lambda *y: recurrent(member, *y), width
         )
         return out, final
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):

@@ -7,6 +7,8 @@ import torch
 
 import fla_cp
 from fla_cp import build_cp_context
+from fla_cp.nn import GatedDeltaNet
+from fla_cp.ops import wide_heads
 from fla_cp.ops.options import Tensors
 from fla_cp.ops.wide_heads import Blocks
 from tests.support.closeness import assert_exact, assert_within_budget
@@ -96,8 +98,8 @@ def test_states_in_place(member):
         operator(member, "fused_recurrent", grads, **keywords, inplace_final_state=True)
 
 
-def test_ranks_equal_one_device(member):
-    call = Call(T=40, H=1, HV=2, K=257, V=3, cu=(0, 7, 40))
+def assert_ranks_equal_one_device(member, K, V):
+    call = Call(T=40, H=1, HV=2, K=K, V=V, cu=(0, 7, 40))
     x, keywords, weights = draw(member, call)
     exact = oracle(member, call)
     tokens = {n for n in member.arguments if n in x}
@@ -117,8 +119,8 @@ def test_ranks_equal_one_device(member):
             assert_exact(name, found[name], exact[name])
 
 
-def test_a_compiled_call_equals_an_eager_one(member):
-    x, keywords, weights = draw(member, Call(T=5, H=1, HV=2, K=300, V=5))
+def assert_compiled_equals_eager(member, K, V):
+    x, keywords, weights = draw(member, Call(T=5, H=1, HV=2, K=K, V=V))
 
     def f(leaves):
         return operator(member, "chunk", leaves, **keywords)
@@ -130,16 +132,122 @@ def test_a_compiled_call_equals_an_eager_one(member):
         assert_exact(name, value, expected[name])
 
 
+def test_ranks_equal_one_device(member):
+    assert_ranks_equal_one_device(member, K=257, V=3)
+
+
+def test_a_compiled_call_equals_an_eager_one(member):
+    assert_compiled_equals_eager(member, K=300, V=5)
+
+
 def test_heads_are_split_and_joined():
     x = Tensors(torch.randn(1, 3, 2, 300), *[torch.randn(1, 3, 2, 300)], torch.randn(1, 3, 6, 600),
                 torch.randn(1, 3, 6, 300))  # fmt: skip
-    b = Blocks.of(x)
+    b = Blocks.of(x, 256)
     assert (b.keys, b.values, b.BK, b.BV) == (2, 3, 150, 200)
     S = torch.randn(4, 6, 300, 600)
     assert torch.equal(b.states(b.of_states(S)), S)
     assert torch.equal(b.output(b.of_values(x.v)), 2 * x.v)
     narrow = b.of_states(S).unflatten(1, b.heads)
     assert torch.equal(narrow[3, 1, 0, 2, 1], S[3, 5, :150, 200:400])
+
+
+FAST_CALLS = {
+    "both-packed": Call(T=140, H=1, HV=2, K=8, V=12, cu=(0, 70, 70, 139, 140)),
+    "keys-rows": Call(T=70, B=2, H=2, HV=2, K=8, V=4),
+    "values": Call(T=12, H=2, HV=4, K=4, V=8, inside=True),
+    "no-states": Call(T=66, H=2, HV=2, K=12, V=4, states=False),
+    "values-packed": Call(T=140, H=1, HV=2, K=4, V=12, cu=(0, 70, 70, 139, 140)),
+}
+SPLIT = [("simple_gla", name) for name in FAST_CALLS]
+SPLIT += [("gated_delta_rule", name) for name in FAST_CALLS if name.startswith("values")]
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """A backend that is fastest with 4 channels. The widths into which heads were split."""
+    found, split = [], Blocks.of
+    monkeypatch.setattr(wide_heads, "FAST_WIDTH", 4)
+    monkeypatch.setattr(wide_heads, "WORTH", 0)
+    monkeypatch.setattr(wide_heads, "_fast_width", lambda *_: 4)
+    monkeypatch.setattr(Blocks, "of", lambda x, width: found.append(width) or split(x, width))
+    return found
+
+
+@pytest.mark.parametrize("name, call", SPLIT)
+def test_heads_of_the_fastest_width_equal_the_recurrence(name, call, widths):
+    member, call = BY_NAME[name], FAST_CALLS[call]
+    actual, exact = run(member, call), oracle(member, call)
+    assert widths == [4]
+    for name, value in actual.items():
+        assert_exact(name, value, exact[name])
+
+
+ENDS = pytest.mark.parametrize("name, K", [("simple_gla", 8), ("gated_delta_rule", 4)])
+
+
+@ENDS
+def test_ranks_with_heads_of_the_fastest_width_equal_one_device(name, K, widths):
+    assert_ranks_equal_one_device(BY_NAME[name], K=K, V=8)
+    assert widths == [4, 4]
+
+
+@ENDS
+def test_a_compiled_call_with_heads_of_the_fastest_width_equals_an_eager_one(name, K, widths):
+    assert_compiled_equals_eager(BY_NAME[name], K=K, V=8)
+    assert set(widths) == {4}
+
+
+def test_a_layer_with_heads_of_the_fastest_width(widths, monkeypatch):
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(16, num_heads=2, head_dim=4, head_v_dim=8)
+    x = torch.randn(1, 70, 16)
+
+    def results():
+        y = layer(x)
+        return y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+
+    split = results()
+    assert widths == [4]
+    monkeypatch.setattr(wide_heads, "WORTH", 2**30)
+    for found, expected in zip(split, results(), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert widths == [4]
+
+
+def wide(K, V, T=2**15, HV=4, dtype=torch.bfloat16):
+    q, v = (torch.empty(1, T, h, n, dtype=dtype, device="meta") for h, n in ((2, K), (HV, V)))
+    return Tensors(q, q, v, v[..., 0], None)
+
+
+@pytest.mark.parametrize("options, x, width, removing", [
+    ({}, wide(256, 256), 128, None),
+    ({}, wide(128, 256), 128, 128),
+    ({}, wide(64, 256), None, None),
+    ({"chunk_size": 64}, wide(128, 256), 128, 128),
+    ({"chunk_size": 32}, wide(128, 256), None, None),  # kernels of short chunks are not faster
+    ({"chunk_size": 32}, wide(128, 512), 256, None),
+    ({}, wide(128, 128), None, None),
+    ({}, wide(128, 192), None, None),  # blocks would have to be filled up
+    ({}, wide(192, 512), 256, None),
+    ({}, wide(128, 256, T=2**14), None, None),  # too few tokens
+    ({"cp_context": "any"}, wide(128, 256, T=2), 128, 128),
+    ({}, wide(256, 512, T=2), 128, None),
+    ({}, wide(128, 256, dtype=torch.float32), None, None),
+    ({}, wide(256, 512, dtype=torch.float32), 256, None),
+    ({"impl": "none"}, wide(128, 256), None, None),
+    ({}, wide(256, 640), None, None),
+])  # fmt: skip
+def test_which_heads_are_split(options, x, width, removing, monkeypatch):
+    """removing: the width with the gated delta rule instead of simple GLA."""
+    backend = pytest.importorskip("fla_cp.kernels.triton.backend").TRITON
+    on_h200 = dataclasses.replace(backend.tuning, architecture=90)
+    backend = dataclasses.replace(backend, tuning=on_h200)
+    monkeypatch.setitem(fla_cp.kernels._replaced, "torch", backend)
+    found = [wide_heads.width_of_chunks(rule, True, x, options) for rule in ("none", "k", "p")]
+    assert found == [width, removing, None]
+    per_channel = [wide_heads.width_of_chunks(rule, False, x, options) for rule in ("none", "k")]
+    assert per_channel == [256 if max(x.q.shape[-1], x.v.shape[-1]) == 512 else None, None]
 
 
 @pytest.mark.parametrize("name, K, V, message", [
