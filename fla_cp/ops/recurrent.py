@@ -122,7 +122,8 @@ class _Recurrent(torch.autograd.Function):
         ctx.save_for_backward(*given)
         ctx.call = member, rows, {n: v for n, v in options.items() if n not in OF_OPTIONS}
         ctx.set_materialize_grads(False)
-        return out, final
+        # Detached, because autograd does not let the caller change a Function's view in place.
+        return out.detach(), final
 
     @staticmethod
     @once_differentiable

@@ -163,6 +163,19 @@ def test_gradients_of_some_inputs_or_of_one_output():
         assert packed[0].grad is None
 
 
+def test_results_may_be_changed_in_place():
+    """As those of the operators in chunks, for example by an output gate."""
+    both = []
+    for operator in (fused_recurrent_kda, chunk_kda):
+        packed, rest = inputs(Case("gated", T=5), torch.float64)
+        packed[2].requires_grad_()
+        o, final = operator(*packed, **rest, output_final_state=True)
+        o *= 3
+        final *= 3
+        both.append(torch.autograd.grad(o.square().sum() + final.sum(), [packed[2]])[0])
+    assert_exact("dv", *both)
+
+
 def test_gradients_take_two_terms(monkeypatch):
     """Nearly parallel keys cost the recurrence no digits, so they must not cost gradients any."""
     precisions = []
