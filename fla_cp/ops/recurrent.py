@@ -28,6 +28,7 @@ from fla_cp.ops.family import (
     spread,
 )
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.recurrent_op import traced_recurrent
 from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.rule import DeltaRule, accumulator
 
@@ -88,7 +89,11 @@ def _run(
     if o.ssm_state_indices is not None:
         places = o.ssm_state_indices
         pool = Pool(places.reshape(N, -1), o.num_accepted_tokens, places.ndim == 2, rows)
-    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu, pool))
+    sequences = Sequences(N, cu, cu_cpu, pool)
+    if torch.compiler.is_compiling():
+        out = traced_recurrent(rule, o.impl, inputs, first, final, sequences)
+    else:
+        out = backend.recurrent(rule, inputs, first, final, sequences)
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final
 

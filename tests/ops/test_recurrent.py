@@ -204,6 +204,39 @@ def test_gradients_of_a_compiled_call():
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
+STATES = {
+    "none": {},
+    "final": {"output_final_state": True},
+    "in place": {"inplace_final_state": True},
+    "pool": {"inplace_final_state": True, "ssm_state_indices": torch.tensor([1, -1])},
+    "drafts": {
+        "inplace_final_state": True,
+        "ssm_state_indices": torch.tensor([[1, 2, 3], [5, 4, 0]]),
+        "num_accepted_tokens": torch.tensor([2, 1]),
+    },
+}
+
+
+@pytest.mark.parametrize("impl, states", crossed(IMPLS, STATES))
+def test_a_compiled_call_without_gradients(impl, states):
+    """It is one op in the graph, which may write states in place."""
+    torch._dynamo.reset()
+    packed, rest = inputs(Case("compiled", T=3, B=2))
+    options, both = {**STATES[states], "impl": impl}, []
+    pool = (
+        rest["initial_state"] if states in ("none", "final", "in place") else torch.rand(6, 2, 8, 6)
+    )
+    for run in (
+        fused_recurrent_kda,
+        torch.compile(fused_recurrent_kda, backend="aot_eager", fullgraph=True),
+    ):
+        S = pool.clone()
+        o, final = run(*packed, initial_state=S, **options)
+        both.append((o, S, S if final is None else final))
+    for a, b in zip(*both, strict=True):
+        assert_exact(states, a, b)
+
+
 def test_states_that_cannot_be_overwritten():
     packed, rest = inputs(Case("places", T=3, B=2))
     S = rest["initial_state"]
