@@ -278,6 +278,14 @@ def test_gated_norm():
     assert_exact("y", norm(x, gate).detach(), exact)
 
 
+def test_gated_norm_of_wrong_shapes():
+    norm, x = GatedRMSNorm(8), torch.randn(2, 8)
+    with pytest.raises(ValueError, match=r"^x must be \[.., 8\], got shape \(2, 4\)$"):
+        norm(x[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match=r"^gate must have as many .* x \(2, 8\), got \(2, 4\)$"):
+        norm(x, x[:, :4])
+
+
 @pytest.mark.parametrize("heads", [(2, 1), (2, 3)])
 def test_value_heads_must_be_a_multiple(heads):
     with pytest.raises(ValueError, match=f"num_v_heads={heads[1]}, num_heads={heads[0]}"):
