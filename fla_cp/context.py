@@ -344,7 +344,8 @@ class _Unshard(torch.autograd.Function):
             for lo, hi in ranges:
                 out[lo:hi] = part[at : at + hi - lo]
                 at += hi - lo
-        return out.movedim(0, dim)
+        # Detached, because autograd does not let the caller change a Function's view in place.
+        return out.movedim(0, dim).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

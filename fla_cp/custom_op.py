@@ -24,12 +24,15 @@ from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
+RULE = (
+    "float scale, str gate, float? lower_bound, bool safe_gate, bool qk_l2norm, "
+    "float? beta_factor, bool use_exp2, bool state_v_first, bool keep_intermediates, "
+    "bool per_head, str removal, bool precise, int? chunk_size"
+)
+"""The fields of `DeltaRule` as arguments of an op."""
 _SHARED = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? p, Tensor? initial, float scale, str gate, float? lower_bound, bool safe_gate, "
-    "bool qk_l2norm, float? beta_factor, bool use_exp2, bool state_v_first, "
-    "bool keep_intermediates, bool per_head, str removal, bool precise, int? chunk_size, "
-    "str impl, Tensor context, Tensor sizes, SymInt rows"
+    f"Tensor? p, Tensor? initial, {RULE}, str impl, Tensor context, Tensor sizes, SymInt rows"
 )
 GRADS = "Tensor do, Tensor? dfinal, "
 """The first arguments of a backward op."""

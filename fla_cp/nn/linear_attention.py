@@ -29,7 +29,7 @@ from fla_cp.nn.modules import (
 )
 from fla_cp.nn.one_call import one_call
 from fla_cp.nn.projections import Projections, is_low_rank
-from fla_cp.ops.checks import MAX_DIM, MAX_WIDE_DIM
+from fla_cp.ops.checks import MAX_DIM, MAX_WIDE_DIM, check_conv1d_context, check_sequences
 from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
@@ -279,6 +279,9 @@ class LinearAttention(nn.Module):
         needs torch.no_grad(), has no cu_seqlens, and its context must have one sequence.
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context)
+        if cp_context is not None:
+            check_conv1d_context(self.qkv_conv.kernel_size, cp_context)
         if cache is not None:
             check_cache(cache, RecurrentCache, x, cu_seqlens, cp_context)
         exchanges = cp_context is not None and cp_context.world_size > 1

@@ -178,6 +178,13 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """x [.., size] -> [.., size], x's dtype. gate has as many elements, in the same order."""
+        if x.shape[-1:] != self.weight.shape:
+            size = self.weight.shape[0]
+            raise ValueError(f"x must be [.., {size}], got shape {tuple(x.shape)}")
+        if gate.numel() != x.numel():
+            raise ValueError(
+                f"gate must have as many elements as x {tuple(x.shape)}, got {tuple(gate.shape)}"
+            )
         given = x, gate.reshape(x.shape), self.weight
         plain = x.dtype == gate.dtype and all(t.__class__ in PLAIN_TENSORS for t in given)
         if not plain or torch.compiler.is_compiling() or transformed():

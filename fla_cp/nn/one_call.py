@@ -20,7 +20,7 @@ from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, transformed
 from fla_cp.nn.projections import Projections, watched
 from fla_cp.nn.whole_layer import Call, Facts, Values, Weights
 from fla_cp.once_differentiable import once_differentiable
-from fla_cp.ops.checks import FLOATS, check_conv1d_context, check_sequences
+from fla_cp.ops.checks import FLOATS
 from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember
 from fla_cp.ops.wide_heads import block_width
@@ -135,9 +135,6 @@ def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None)
     """The call for x [B, T, hidden]. weight: the convolution's. The plan is made once for each kind
     of call and packing."""
     (B, T, hidden), (_, HV, K, V) = x.shape, facts[:4]
-    check_sequences(T, B, None, context)
-    if context is not None:
-        check_conv1d_context(facts.taps, context)
     backend = resolve(facts.impl, x.device, x.dtype)
     key = facts, B, T, hidden, x.dtype, x.device, id(backend)  # `Known` keeps the id taken
     known = _known.use(key)

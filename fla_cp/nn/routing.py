@@ -6,7 +6,8 @@ Kimi Linear have scores by sigmoid, and a bias that is added only for the choice
 the loads, without a gradient.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -52,10 +53,11 @@ class Router(InitializedModule):
     """Chooses `experts_per_token` of `num_experts` by scores of x W^T, computed in fp32 (fp64).
 
     routing: "softmax" or "sigmoid". With "sigmoid" there is the buffer correction_bias [E], which
-    is added to the scores only for the choice. normalize: divide the weights of a token by their
-    sum. scale: factor on the weights. num_groups, top_groups: experts form num_groups groups of
-    neighbours, and are chosen only from the `top_groups` groups whose two best scores have the
-    largest sums. Among equal scores the expert with the lowest number is chosen.
+    is added to the scores only for the choice. It stays in fp32 if the module is converted to bf16
+    or fp16, in which the small steps of `move_bias` would be lost. normalize: divide the weights of
+    a token by their sum. scale: factor on the weights. num_groups, top_groups: experts form
+    num_groups groups of neighbours, and are chosen only from the `top_groups` groups whose two best
+    scores have the largest sums. Among equal scores the expert with the lowest number is chosen.
     Raises ValueError for counts that do not fit each other.
     """
 
@@ -105,6 +107,15 @@ class Router(InitializedModule):
 
     def initial_values(self) -> dict[str, Initial]:
         return {"weight": Normal(ROUTER_STD)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts and moves the module, as `to` and `half` want it, but keeps the bias in fp32."""
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        after = self.correction_bias
+        if before is not None and after is not None and after.dtype != accumulator(after.dtype):
+            self.correction_bias = before.to(after.device, accumulator(after.dtype))
+        return self
 
     def forward(self, x: Tensor) -> Routing:
         """x [N, hidden] -> `Routing`."""

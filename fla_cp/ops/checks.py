@@ -5,7 +5,6 @@ Each failure is a ValueError that names the argument, the rule and the value.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from numbers import Integral
 
 import torch
@@ -280,11 +279,11 @@ def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
         raise ValueError(f"inplace_final_state needs {name}, got None")
     if x.dtype != dtype:
         raise ValueError(f"inplace_final_state needs {name} of {dtype}, got {x.dtype}")
-    dims = sorted((s, n) for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1)
-    size = x.shape[2] * x.shape[3]
-    apart = all(s >= size for s, _ in dims[:1]) and all(
-        outer >= inner * n for (inner, n), (outer, _) in pairwise(dims)
-    )
+    (outer, inner), (rows, columns), size = x.stride()[:2], x.shape[:2], x.shape[2] * x.shape[3]
+    if outer < inner:  # no sort, which torch.compile does not trace with sizes that vary
+        (outer, rows), (inner, columns) = (inner, columns), (outer, rows)
+    apart = columns <= 1 or inner >= size
+    apart = apart and (rows <= 1 or outer >= (inner * columns if columns > 1 else size))
     if not (x[0, 0].is_contiguous() and apart):
         raise ValueError(
             f"inplace_final_state needs {name} dense in its last two dims and without overlap, "

@@ -200,7 +200,9 @@ class _ConvWithStates(torch.autograd.Function):
         final = _last_tokens(x, rows, context)
         if states is not None:
             final.index_copy_(0, rows.kept, states.index_select(0, rows.left))
-        return y, final.view(-1, weight.shape[1], x.shape[1]).mT.contiguous()
+        final = final.view(-1, weight.shape[1], x.shape[1]).mT.contiguous()
+        # Detached, because autograd does not let the caller change a Function's view in place.
+        return y, final.detach()
 
     @staticmethod
     @once_differentiable

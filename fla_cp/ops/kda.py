@@ -29,6 +29,9 @@ def chunk_kda(
         and V are at most 256.
     g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32. Its values are not checked:
         above 0 the state grows instead of decaying, and results are undefined, often not finite.
+        -100 already forgets everything. Decays are summed over a chunk, so that a value far below
+        it costs the chunk's later tokens accuracy (-1e4: errors of 5e-4 in fp32), and -inf gives
+        NaN. To forget at certain tokens, clamp g, or pass cu_seqlens.
     beta: [B, T, HV], in q's dtype or fp32.
 
     Keywords and their defaults:

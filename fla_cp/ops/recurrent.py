@@ -28,6 +28,7 @@ from fla_cp.ops.family import (
     spread,
 )
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.recurrent_op import traced_recurrent
 from fla_cp.ops.wide_heads import in_narrow_heads, width_of_steps
 from fla_cp.rule import DeltaRule, accumulator
 
@@ -89,7 +90,11 @@ def _run(
     if o.ssm_state_indices is not None:
         places = o.ssm_state_indices
         pool = Pool(places.reshape(N, -1), o.num_accepted_tokens, places.ndim == 2, rows)
-    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu, pool))
+    sequences = Sequences(N, cu, cu_cpu, pool)
+    if torch.compiler.is_compiling():
+        out = traced_recurrent(rule, o.impl, inputs, first, final, sequences)
+    else:
+        out = backend.recurrent(rule, inputs, first, final, sequences)
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final
 
@@ -123,7 +128,8 @@ class _Recurrent(torch.autograd.Function):
         ctx.save_for_backward(*given)
         ctx.call = member, rows, {n: v for n, v in options.items() if n not in OF_OPTIONS}
         ctx.set_materialize_grads(False)
-        return out, final
+        # Detached, because autograd does not let the caller change a Function's view in place.
+        return out.detach(), final
 
     @staticmethod
     @once_differentiable

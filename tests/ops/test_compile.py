@@ -392,6 +392,17 @@ def test_opcheck_conv(bias):
     torch.library.opcheck(torch.ops.fla_cp.causal_conv1d_backward, (*plain, *args))
 
 
+def test_compiled_layer_decodes():
+    """Without gradients a layer computes short inputs token by token."""
+    layer, x = nn.KimiDeltaAttention(16, 2, 8).eval(), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        whole, cache = layer(x), layer.make_cache(2, 7)
+        torch.testing.assert_close(compiled(layer)(x), whole)
+        step = compiled(lambda x, cache: layer(x, cache=cache))
+        parts = [step(part, cache) for part in x.split([4, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
 @pytest.mark.parametrize("size, chunks", [(None, 2), (16, 5), (32, 3), (64, 2)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_kept_shapes_are_those_of_the_stages(keep, size, chunks):

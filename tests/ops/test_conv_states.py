@@ -424,6 +424,16 @@ def module(**options):
     return conv
 
 
+@pytest.mark.parametrize("channels, width", [(1, 4), (3, 1), (3, 4)])
+def test_results_may_be_changed_in_place(channels, width):
+    x = draw(2, 6, channels, seed=1).requires_grad_()
+    weight = draw(channels, width, seed=2)
+    for found in causal_conv1d(x, weight, output_final_state=True):
+        found *= 0
+    found.sum().backward()
+    assert not x.grad.any()
+
+
 def test_a_module_prefills_returns_and_steps():
     conv, x = module(), draw(2, 12, D, seed=1)
     whole = conv(x).detach()

@@ -211,6 +211,24 @@ def test_the_bias_follows_the_loads():
         Router(4, 4, 2).move_bias(torch.ones(4), 0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_converted_router_keeps_its_bias(dtype):
+    """In bf16 it would stop at 0.5, where 0.001 is less than half of the last digit."""
+    router = Router(4, 4, 2, routing="sigmoid")
+    with torch.no_grad():
+        router.correction_bias.fill_(0.7)
+    for converted in (router.to(dtype), router.double().to(dtype), router.to(dtype)):
+        assert converted.weight.dtype == dtype
+        assert converted.correction_bias.dtype == torch.float32
+    for _ in range(1000):
+        router.move_bias(torch.tensor([0, 1, 2, 9]), 1e-3)
+    expected = 0.7 + torch.tensor([1.0, 1.0, 1.0, -1.0])
+    assert (router.correction_bias - expected).abs().max() < 1e-4
+    assert "correction_bias" in router.state_dict()
+    assert router.double().correction_bias.dtype == torch.float64
+    assert router.to("meta").correction_bias.device.type == "meta"
+
+
 def test_scores_are_those_of_float32_under_autocast():
     layer, x = drawn("gated", torch.float32)
     wanted = layer.router(x.flatten(0, 1))

@@ -174,6 +174,19 @@ def test_extreme_gates_stay_finite_in_fp32(g, safe):
         assert value.isfinite().all()
 
 
+@pytest.mark.parametrize("decay, error", [(-100.0, 2e-5), (-1e4, 2e-3)])
+def test_a_token_that_forgets_everything(decay, error):
+    """The docstring says what such decays cost the later tokens of their chunk."""
+    x = Case("reset", T=64, decay=0.1, states=False).inputs()
+    x["g"][:, 10] = decay
+    narrow = [x[n].float().requires_grad_() for n in PACKED]
+    exact = [x[n].requires_grad_() for n in PACKED]
+    both = (narrow, chunk_kda(*narrow)[0]), (exact, recurrence(*exact)[0])
+    found, wanted = ((o, *torch.autograd.grad(o.sum(), leaves)) for leaves, o in both)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= error * b.abs().max()
+
+
 @pytest.mark.parametrize("leaf", [*PACKED, "A_log", "dt_bias", "initial_state"])
 def test_one_input_alone_may_require_a_gradient(leaf):
     case = named("inside", T=70)

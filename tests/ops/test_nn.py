@@ -216,6 +216,32 @@ def test_a_layer_whose_weights_have_two_dtypes_names_one(name, grad):
                 made(x)
 
 
+MISFITS = {
+    "cu_seqlens": (10, {"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must end at T=10, got 5"),
+    "tokens": (10, {"cp_context": 4}, "context.local_tokens=12, got T=10"),
+    "width": (12, {"cp_context": 3}, "built with conv1d_kernel_size=3, but weight has W=4"),
+    "both": (12, {"cp_context": 4, "cu_seqlens": torch.tensor([0, 12])}, "beside cp_context"),
+}
+
+
+@pytest.mark.parametrize("name", ["kda", "gdn", "comba", "product"])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_batch_that_does_not_fit_is_refused_before_any_projection(name, misfit):
+    """Under FSDP, a projection is a collective in which ranks that were refused would be missing.
+    A context has 12 tokens and is built for convolutions of the given width."""
+    made, (T, given, message) = FP32_LAYERS[name](), MISFITS[misfit]
+    width = given.get("cp_context")
+    if width is not None:
+        context = build_cp_context(torch.tensor([0, 12]), None, conv1d_kernel_size=width)
+        given = {**given, "cp_context": context}
+    ran = []
+    for linear in [m for m in made.modules() if type(m) is torch.nn.Linear]:
+        linear.register_forward_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made(torch.randn(1, T, 32), **given)
+    assert not ran
+
+
 @pytest.mark.parametrize("name", FP32_LAYERS)
 def test_modules_that_convert_x_are_not_judged_by_their_weights(name):
     """As FSDP does in its hooks, and adapters do in their class."""
@@ -250,6 +276,14 @@ def test_gated_norm():
     x, gate = torch.randn(2, 3, 8, dtype=torch.float64)
     exact = x / x.square().mean(-1, keepdim=True).sqrt() * torch.sigmoid(gate)
     assert_exact("y", norm(x, gate).detach(), exact)
+
+
+def test_gated_norm_of_wrong_shapes():
+    norm, x = GatedRMSNorm(8), torch.randn(2, 8)
+    with pytest.raises(ValueError, match=r"^x must be \[.., 8\], got shape \(2, 4\)$"):
+        norm(x[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match=r"^gate must have as many .* x \(2, 8\), got \(2, 4\)$"):
+        norm(x, x[:, :4])
 
 
 @pytest.mark.parametrize("heads", [(2, 1), (2, 3)])

@@ -163,6 +163,19 @@ def test_gradients_of_some_inputs_or_of_one_output():
         assert packed[0].grad is None
 
 
+def test_results_may_be_changed_in_place():
+    """As those of the operators in chunks, for example by an output gate."""
+    both = []
+    for operator in (fused_recurrent_kda, chunk_kda):
+        packed, rest = inputs(Case("gated", T=5), torch.float64)
+        packed[2].requires_grad_()
+        o, final = operator(*packed, **rest, output_final_state=True)
+        o *= 3
+        final *= 3
+        both.append(torch.autograd.grad(o.square().sum() + final.sum(), [packed[2]])[0])
+    assert_exact("dv", *both)
+
+
 def test_gradients_take_two_terms(monkeypatch):
     """Nearly parallel keys cost the recurrence no digits, so they must not cost gradients any."""
     precisions = []
@@ -189,6 +202,51 @@ def test_gradients_of_a_compiled_call():
         )
     )
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_compiled_call_of_packed_sequences(host):
+    """Reading the offsets breaks the graph."""
+    torch._dynamo.reset()
+    (q, k, v, g, beta), _ = inputs(Case("packed", T=7))
+    cu = torch.tensor([0, 3, 7])
+    more = {"cu_seqlens": cu, "cu_seqlens_cpu": cu if host else None, "output_final_state": True}
+    compiled = torch.compile(fused_recurrent_kda, backend="eager")
+    expected, found = (f(q, k, v, g, beta, **more) for f in (fused_recurrent_kda, compiled))
+    assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
+
+
+STATES = {
+    "none": {},
+    "final": {"output_final_state": True},
+    "in place": {"inplace_final_state": True},
+    "pool": {"inplace_final_state": True, "ssm_state_indices": torch.tensor([1, -1])},
+    "drafts": {
+        "inplace_final_state": True,
+        "ssm_state_indices": torch.tensor([[1, 2, 3], [5, 4, 0]]),
+        "num_accepted_tokens": torch.tensor([2, 1]),
+    },
+}
+
+
+@pytest.mark.parametrize("impl, states", crossed(IMPLS, STATES))
+def test_a_compiled_call_without_gradients(impl, states):
+    """It is one op in the graph, which may write states in place."""
+    torch._dynamo.reset()
+    packed, rest = inputs(Case("compiled", T=3, B=2))
+    options, both = {**STATES[states], "impl": impl}, []
+    pool = (
+        rest["initial_state"] if states in ("none", "final", "in place") else torch.rand(6, 2, 8, 6)
+    )
+    for run in (
+        fused_recurrent_kda,
+        torch.compile(fused_recurrent_kda, backend="aot_eager", fullgraph=True),
+    ):
+        S = pool.clone()
+        o, final = run(*packed, initial_state=S, **options)
+        both.append((o, S, S if final is None else final))
+    for a, b in zip(*both, strict=True):
+        assert_exact(states, a, b)
 
 
 def test_states_that_cannot_be_overwritten():

@@ -117,6 +117,14 @@ def test_rows_without_tokens_are_unsharded():
     assert x.grad.shape == x.shape
 
 
+def test_what_unshard_returns_may_be_changed_in_place():
+    context, x = build_cp_context(torch.tensor([0, 3, 5]), None), torch.ones(1, 5, 2)
+    y = context.unshard(x.requires_grad_())
+    y *= 2
+    y.sum().backward()
+    assert (x.grad == 2).all()
+
+
 def test_rows_are_folded():
     context = build_cp_context(torch.tensor([0, 5, 10, 15]), None)
     x = torch.randn(3, 5, 2)
