@@ -2,8 +2,9 @@
 
 A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
 dry, up to the point where a program has read its arguments. Words after `run` are added to each
-fla-cp-train and launch/train.py, and those after a semicolon to the programs that read a trained
-model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->` says.
+fla-cp-train, launch/train.py and fla-cp-memory, and those after a semicolon to the programs that
+read a trained model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->`
+says.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tests.support.warm_python import warm_python
 FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
-TRAINERS = {"fla-cp-train", "launch/train.py"}
+TRAINERS = {"fla-cp-train", "launch/train.py", "fla-cp-memory"}
 READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 
 
