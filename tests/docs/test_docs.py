@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import subprocess
-import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.support import peers
 from tests.support.closeness import assert_exact
 from tests.support.processes import environment
 from tests.support.ranks import run_threads
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -68,7 +68,7 @@ def example(tmp_path):
 def run_example(example, *launcher):
     alone = environment(OMP_NUM_THREADS="1")
     alone.pop("RANK", None)
-    command = [sys.executable, *launcher, str(example)]
+    command = [*warm_python(), *launcher, str(example)]
     done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return re.findall(r"rank (\d): (\d+) of 300 tokens, \|o\| ([\d.]+)", done.stdout)

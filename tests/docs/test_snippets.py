@@ -2,13 +2,15 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
 import torch
 
 from fla_cp import build_cp_context
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, environment
 from tests.support.snippets import ENTRY, added, blocks, commands, run, run_dry
 
 BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
@@ -135,6 +137,16 @@ def test_every_program_of_the_package_can_be_run():
     for name, code in ENTRY.items():
         module, _, function = project["scripts"][name].partition(":")
         assert code.startswith(f"from {module} import {function}"), name
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ENTRY)
+def test_every_program_starts_by_itself(name, tmp_path):
+    """The other tests start programs by `warm_python`, which has imported more than they do."""
+    command = [sys.executable, "-c", ENTRY[name], "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {name} ")
 
 
 RUN = [b for b in BLOCKS if b.language == "python" or b.words is not None]

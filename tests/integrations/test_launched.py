@@ -1,18 +1,17 @@
 """Scripts under `accelerate launch` and torchrun: the examples, and one written for accelerate."""
 
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 TINY = (
     "hidden_size=32 intermediate_size=48 num_hidden_layers=4 num_attention_heads=2 "
     "num_key_value_heads=1 head_dim=16 linear_key_head_dim=8 linear_value_head_dim=8 "
@@ -60,9 +59,11 @@ ONE_NAME = (
 
 def run(*words):
     """What `python WORDS` prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=environment
+        [*warm_python(), *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

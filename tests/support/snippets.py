@@ -2,8 +2,9 @@
 
 A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
 dry, up to the point where a program has read its arguments. Words after `run` are added to each
-fla-cp-train and launch/train.py, and those after a semicolon to the programs that read a trained
-model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->` says.
+fla-cp-train, launch/train.py and fla-cp-memory, and those after a semicolon to the programs that
+read a trained model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->`
+says.
 """
 
 import argparse
@@ -23,11 +24,12 @@ from unittest.mock import patch
 
 from tests.support.manifests import documents
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
-TRAINERS = {"fla-cp-train", "launch/train.py"}
+TRAINERS = {"fla-cp-train", "launch/train.py", "fla-cp-memory"}
 READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 
 
@@ -311,14 +313,14 @@ def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
     of_clone = "launch/", "examples/"
     command = [str(ROOT / word) if word.startswith(of_clone) else word for word in words]
     if command[0] in ENTRY:
-        command[:1] = [sys.executable, "-c", ENTRY[command[0]]]
+        command[:1] = [*warm_python(), "-c", ENTRY[command[0]]]
     elif command[0] == "python":
-        command[0] = sys.executable
+        command[:1] = warm_python()
     elif command[0] == "accelerate":
         module = "accelerate.commands.accelerate_cli"
-        command[:2] = [sys.executable, "-m", module, "launch", "--main_process_port", "0"]
+        command[:2] = [*warm_python(), "-m", module, "launch", "--main_process_port", "0"]
     elif command[0] == "torchrun":
-        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command[:1] = [*warm_python(), "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         command,
         cwd=folder,

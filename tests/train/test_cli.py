@@ -1,18 +1,17 @@
 """The command `fla-cp-train`: it can be installed without the extra that it needs."""
 
-import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from fla_cp.train.cli import NEEDED
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.started import for_torchrun
+from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
-ROOT = Path(__file__).parents[2]
 COMMAND = "import sys; from fla_cp.train.cli import run; sys.exit(run())"
 
 
@@ -57,9 +56,10 @@ def test_export_says_which_extras_to_install():
 
 def started(path, *flags, **variables):
     """Runs a Python file as a program of that path."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, str(path), *flags]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command = [*warm_python(), str(path), *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True
+    )
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +18,7 @@ from tests.support.exported import MODELS, logits_of, random_run
 from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 from tests.support.tokenizers import save_tokenizer
+from tests.support.warm_python import warm_python
 
 OPTIONS = "--data synthetic --packs 2 --seq-len 96 --needle 33,64 --needle-count 3 --device cpu"
 
@@ -82,7 +82,7 @@ def test_two_ranks_give_the_figures_of_one(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "launch" / "evaluate.py"), str(tmp_path / "run"), *OPTIONS.split()]
     done = subprocess.run(
-        [sys.executable, *launcher, *script, "--cp", "2", "--out", str(tmp_path / "b.png")],
+        [*warm_python(), *launcher, *script, "--cp", "2", "--out", str(tmp_path / "b.png")],
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,

@@ -25,6 +25,7 @@ from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 from tests.support.ranks import run_threads
 from tests.support.tokenizers import TEXT, save_tokenizer
+from tests.support.warm_python import warm_python
 
 PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [2], [int(i * 31 % 97) for i in range(83)]]
 NEW = 12
@@ -260,9 +261,14 @@ def launched(*words, ranks=1):
     """launch/generate.py in a process of its own, or in several."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = str(ROOT / "launch" / "generate.py")
-    command = [sys.executable, *(torchrun if ranks > 1 else []), script, *map(str, words)]
+    command = [*warm_python(), *(torchrun if ranks > 1 else []), script, *map(str, words)]
     return subprocess.run(
-        command, cwd=os.sep, env=environment(), capture_output=True, text=True, timeout=900
+        command,
+        cwd=os.sep,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
 
 

@@ -5,13 +5,13 @@ import json
 import re
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from fla_cp.train.exit_codes import DIVERGED, MISTAKE
 from tests.support.manifests import TYPES, documents, problems
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 MANIFEST = ROOT / "launch/kubernetes.yaml"
 
@@ -146,7 +146,7 @@ def test_two_hosts_meet_by_the_variables_of_the_torch_policy(job, tmp_path):
             "PET_MASTER_PORT": str(port),
         }
         process = subprocess.Popen(
-            [sys.executable, *words, "rank.py", str(DIVERGED)],
+            [*warm_python(), *words, "rank.py", str(DIVERGED)],
             cwd=tmp_path,
             env=environment(OMP_NUM_THREADS="1", **variables),
             stdout=subprocess.PIPE,

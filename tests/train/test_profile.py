@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
 from fla_cp.train.profile import StepProfile
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
@@ -70,7 +70,7 @@ def test_the_training_does_not_notice(tmp_path, capsys):
 def test_every_rank_is_profiled(tmp_path):
     run = tmp_path / "run"
     flags = [*FLAGS, "--cp", "2", "--max-steps", "3", "--out", str(run), "--profile", "3:4"]
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), *flags]
+    command = [*warm_python(), str(ROOT / "launch" / "train.py"), *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert files(run) == [f"steps-3-3-rank-{r}.{kind}" for r in (0, 1) for kind in ("json", "txt")]

@@ -5,7 +5,6 @@ import os
 import shlex
 import struct
 import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import recall
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 RESULT = ROOT / "benchmarks" / "results" / "current" / "recall.json"
 PAGE = ROOT / "docs" / "evaluation.md"
@@ -29,7 +29,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def on_one_core(name, *words):
-    command = [sys.executable, "-c", ON_ONE_CORE, str(ROOT / "launch" / name), *map(str, words)]
+    command = [*warm_python(), "-c", ON_ONE_CORE, str(ROOT / "launch" / name), *map(str, words)]
     done = subprocess.run(
         [*command, "--device", "cpu"],
         env=environment(OMP_NUM_THREADS="1"),

@@ -16,6 +16,7 @@ from fla_cp.train.exit_codes import DIVERGED
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 STEPS = 12
 FLAGS = [
@@ -170,7 +171,7 @@ import os, signal, sys, time
 from pathlib import Path
 import fla_cp.train.distributed, fla_cp.train.main as train
 fla_cp.train.distributed.TRAIN = Path(__file__)  # what our own launcher starts as ranks
-victims = os.environ["VICTIMS"].split(",")  # one entry a start: the rank, all, or nobody
+victims = VICTIMS.split(",")  # one entry a start: the rank, all, or nobody
 counts = [os.environ.get(n, "0") for n in ("FLA_CP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
 victim = victims[max(map(int, counts))]
 original, calls = train.forward_backward, []
@@ -191,12 +192,12 @@ def run_killed(folder, victims, *flags, launcher=()):
     """Runs two ranks that die as `victims` says; returns (output, the run folder)."""
     folder.mkdir()
     script = folder / "killed.py"
-    script.write_text(KILLED)
-    clean = environment(VICTIMS=victims)
+    script.write_text(KILLED.replace("VICTIMS", repr(victims)))
+    clean = environment()
     for name in ("RANK", "WORLD_SIZE"):
         clean.pop(name, None)
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), *FLAGS, "--cp", "2", *flags],
+        [*warm_python(), *launcher, str(script), *FLAGS, "--cp", "2", *flags],
         env=clean,
         cwd=folder,
         stdout=subprocess.PIPE,

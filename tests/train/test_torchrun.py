@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
 from fla_cp.train.torchrun import GRACE, first_failure, main
 from tests.support.processes import PATIENCE, ROOT, environment, wait_for
+from tests.support.warm_python import warm_python
 
 OURS, THEIRS = "fla_cp.train.torchrun", "torch.distributed.run"
 
@@ -39,7 +40,7 @@ def launch(module, tmp_path, ends, *flags):
     (tmp_path / "rank.py").write_text(RANK)
     started = tmp_path / "started"
     started.mkdir()
-    command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node", "2", *flags]
+    command = [*warm_python(), "-m", module, "--standalone", "--nproc-per-node", "2", *flags]
     done = subprocess.run(
         [*command, str(tmp_path / "rank.py"), str(started), ends],
         env=environment(OMP_NUM_THREADS="1"),

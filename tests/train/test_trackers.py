@@ -15,6 +15,7 @@ from fla_cp.train.config import UserError
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
@@ -146,7 +147,7 @@ def test_tensorboard_replaces_steps_after_the_checkpoint(tmp_path):
 def test_only_rank_0_has_trackers(tmp_path):
     run = tmp_path / "run"
     flags = [*FLAGS, "--cp", "2", "--max-steps", "2", "--out", str(run)]
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), *flags]
+    command = [*warm_python(), str(ROOT / "launch" / "train.py"), *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert scalars(run) == pytest.approx(logged(run, "loss"), rel=1e-6)

@@ -27,6 +27,7 @@ from fla_cp.train.metrics import read_metrics
 from fla_cp.train.model import build_model
 from fla_cp.train.parse import load_toml, parse
 from tests.support.processes import ROOT, environment
+from tests.support.warm_python import warm_python
 
 TRAIN = ROOT / "launch" / "train.py"
 STEPS = 20
@@ -82,7 +83,7 @@ def start(*flags, base=BASE, launcher=(), **more):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {k: v for k, v in environment().items() if k not in names}
     return subprocess.Popen(
-        [sys.executable, *launcher, *([] if launcher else [str(TRAIN)]), *base, *flags],
+        [*warm_python(), *launcher, *([] if launcher else [str(TRAIN)]), *base, *flags],
         env={**clean, **more},
         cwd=ROOT,
         stdout=subprocess.PIPE,
