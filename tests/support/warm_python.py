@@ -62,7 +62,12 @@ def words_of_client(address: str) -> list[str]:
 
 @functools.cache
 def warm_python() -> list[str]:
-    """The words that stand before `script.py`, `-m module` or `-c code`."""
+    """The words that stand before `script.py`, `-m module` or `-c code`. They start the real Python
+    where the kernel has no pidfds."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return [sys.executable]
     folder = tempfile.TemporaryDirectory(prefix="warm-python-")
     address = f"{folder.name}/socket"
     server = subprocess.Popen(
