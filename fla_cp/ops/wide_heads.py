@@ -82,7 +82,6 @@ def block_width(
     return MAX_DIM if must else None
 
 
-@torch.compiler.assume_constant_result
 def _fast_width(impl: Any, device: torch.device, dtype: torch.dtype) -> int | None:
     """`fast_width` of a call's backend. None if there is no such backend: checks say what is
     wrong."""
@@ -90,6 +89,11 @@ def _fast_width(impl: Any, device: torch.device, dtype: torch.dtype) -> int | No
         return fast_width(resolve(impl, device, dtype), dtype)
     except ValueError:
         return None
+
+
+# torch.compile does not trace it. torch.compiler.assume_constant_result sets this, too, but imports
+# torch._dynamo, which takes programs that compile nothing a second.
+_fast_width._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_dense(x: object) -> bool:

@@ -179,6 +179,7 @@ def test_the_gpu_check_of_short_chunks(chunk, small, monkeypatch):
     assert len(rows) == 1 + 3 + 2 + 3 and all(row["ok"] for row in rows), rows
     least = intra_channelwise.widest_level
     monkeypatch.setattr(intra_channelwise, "widest_level", lambda BT: least(BT) + 1)
+    monkeypatch.setattr(short_chunks, "OPTIONS", {"any": {}})  # one is enough to see it
     for part in (short_chunks.rows_of, short_chunks.asked):
         assert not all(row["ok"] for row in short_chunks.check_short(part, chunk, "kda"))
 

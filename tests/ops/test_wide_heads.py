@@ -200,8 +200,8 @@ def test_a_compiled_call_with_heads_of_the_fastest_width_equals_an_eager_one(nam
 
 def test_a_layer_with_heads_of_the_fastest_width(widths, monkeypatch):
     torch.manual_seed(0)
-    layer = GatedDeltaNet(16, num_heads=2, head_dim=4, head_v_dim=8)
-    x = torch.randn(1, 70, 16)
+    layer = GatedDeltaNet(16, num_heads=2, head_dim=4, head_v_dim=8).double()
+    x = torch.randn(1, 70, 16, dtype=torch.float64)
 
     def results():
         y = layer(x)
