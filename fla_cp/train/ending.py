@@ -12,6 +12,7 @@ import atexit
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 from fla_cp.train.parent import is_rank
@@ -27,6 +28,7 @@ def leave(code: int) -> NoReturn:
     atexit has run, and all output is written."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
     os._exit(code)
