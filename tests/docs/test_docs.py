@@ -66,7 +66,7 @@ def example(tmp_path):
 
 
 def run_example(example, *launcher):
-    alone = environment(OMP_NUM_THREADS="1")
+    alone = environment()
     alone.pop("RANK", None)
     command = [*warm_python(), *launcher, str(example)]
     done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=900)

@@ -60,10 +60,7 @@ ONE_NAME = (
 def run(*words):
     """What `python WORDS` prints."""
     done = subprocess.run(
-        [*warm_python(), *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment(OMP_NUM_THREADS="1"),
+        [*warm_python(), *map(str, words)], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -15,9 +15,11 @@ PATIENCE = 240  # seconds; a busy machine takes 60 to import torch in two ranks
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment, in which Python finds this clone first, and then what it finds
-    here; and `more`."""
+    here, and computes in one thread; and `more`. A trainer in this process may have changed how
+    many threads its environment asks for."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **more}
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:

@@ -324,7 +324,7 @@ def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=environment(OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(folder / "cache")),
+        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -26,7 +26,7 @@ def ended(python, words, folder, **more):
     done = subprocess.run(
         [*python, *words],
         cwd=folder,
-        env=environment(OMP_NUM_THREADS="1", **more),
+        env=environment(**more),
         input="text",
         capture_output=True,
         text=True,

@@ -52,7 +52,7 @@ READ_LATE = re.compile(
     r"|RANK|TORCHINDUCTOR_CACHE_DIR|WORLD_SIZE|XDG_CACHE_HOME"
 )
 """Variables that no module reads when it is imported."""
-VARIABLES = dict(os.environ) if __name__ == "__main__" else environment(OMP_NUM_THREADS="1")
+VARIABLES = dict(os.environ) if __name__ == "__main__" else environment()
 """The server's environment, which no test has changed yet."""
 
 

@@ -83,7 +83,7 @@ def test_two_ranks_give_the_figures_of_one(tmp_path):
     script = [str(ROOT / "launch" / "evaluate.py"), str(tmp_path / "run"), *OPTIONS.split()]
     done = subprocess.run(
         [*warm_python(), *launcher, *script, "--cp", "2", "--out", str(tmp_path / "b.png")],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=900,

@@ -263,12 +263,7 @@ def launched(*words, ranks=1):
     script = str(ROOT / "launch" / "generate.py")
     command = [*warm_python(), *(torchrun if ranks > 1 else []), script, *map(str, words)]
     return subprocess.run(
-        command,
-        cwd=os.sep,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=900,
+        command, cwd=os.sep, env=environment(), capture_output=True, text=True, timeout=900
     )
 
 

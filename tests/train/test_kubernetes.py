@@ -148,7 +148,7 @@ def test_two_hosts_meet_by_the_variables_of_the_torch_policy(job, tmp_path):
         process = subprocess.Popen(
             [*warm_python(), *words, "rank.py", str(DIVERGED)],
             cwd=tmp_path,
-            env=environment(OMP_NUM_THREADS="1", **variables),
+            env=environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -32,7 +32,7 @@ def on_one_core(name, *words):
     command = [*warm_python(), "-c", ON_ONE_CORE, str(ROOT / "launch" / name), *map(str, words)]
     done = subprocess.run(
         [*command, "--device", "cpu"],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         cwd=ROOT,
         capture_output=True,
         text=True,

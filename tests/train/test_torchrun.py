@@ -43,7 +43,7 @@ def launch(module, tmp_path, ends, *flags):
     command = [*warm_python(), "-m", module, "--standalone", "--nproc-per-node", "2", *flags]
     done = subprocess.run(
         [*command, str(tmp_path / "rank.py"), str(started), ends],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -116,7 +116,7 @@ def test_ranks_finish_after_a_signal(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", OURS, "--standalone", "--nproc-per-node", "2", "rank.py", "."],
         cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         stderr=subprocess.PIPE,
         text=True,
     )
