@@ -1,5 +1,8 @@
 """Entry points of the programs that need the extra `train`. They say which extra is missing.
 
+In a rank, those that train, generate and evaluate do not return: they end the process with the
+exit code (fla_cp/train/ending.py).
+
 launch/train.py, launch/generate.py and launch/evaluate.py use them, too.
 """
 
