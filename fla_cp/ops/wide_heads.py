@@ -53,7 +53,8 @@ def width_of_chunks(
     if not all(_is_dense(t) for t in (x.q, x.v)):
         return None
     K, (B, T, HV, V) = x.q.shape[-1], x.v.shape
-    size = WORTH if options.get("cp_context") is not None else B * T * HV
+    several = getattr(options.get("cp_context"), "world_size", 1) > 1
+    size = WORTH if several else B * T * HV  # ranks may have unequally many tokens
     per_head = per_head and options.get("chunk_size") in (None, CHUNK)
     where = options.get("impl", "auto"), x.q.device, x.q.dtype
     return block_width(removal, per_head, K, V, size, *where)

@@ -1,6 +1,7 @@
 """GLA and simple GLA with K and V up to 512, whose heads are split."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,7 +232,8 @@ def wide(K, V, T=2**15, HV=4, dtype=torch.bfloat16):
     ({}, wide(128, 192), None, None),  # blocks would have to be filled up
     ({}, wide(192, 512), 256, None),
     ({}, wide(128, 256, T=2**14), None, None),  # too few tokens
-    ({"cp_context": "any"}, wide(128, 256, T=2), 128, 128),
+    ({"cp_context": SimpleNamespace(world_size=2)}, wide(128, 256, T=2), 128, 128),
+    ({"cp_context": SimpleNamespace(world_size=1)}, wide(128, 256, T=2), None, None),
     ({}, wide(256, 512, T=2), 128, None),
     ({}, wide(128, 256, dtype=torch.float32), None, None),
     ({}, wide(256, 512, dtype=torch.float32), 256, None),
