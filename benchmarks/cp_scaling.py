@@ -155,14 +155,18 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
     return {"ms": round(ms, 3), "exposed_ms": round(exposed, 3), "peak_gib": round(peak, 2)}
 
 
+_MEASURED = {"": host.host_milliseconds, "steady_": host.steady_milliseconds}
+"""Prefixes of names in a row, and what measures the host's time."""
+
+
 def measure_host(runs: Runs, group: Any) -> dict[str, dict[str, Any]]:
     """For each direction, `host_ms` of the slowest rank, the same with the backward on the calling
-    thread, and what rank 0 says of its programs. All ranks call this together, since the calls
-    exchange."""
+    thread, both also for calls that follow each other, and what rank 0 says of its programs. All
+    ranks call this together, since the calls exchange."""
     device, found = "cuda" if on_cuda() else "cpu", {}
 
-    def of_slowest(run: Callable[[], object]) -> float | None:
-        mine = host.host_milliseconds(run, device)
+    def of_slowest(measured: Callable, run: Callable[[], object]) -> float | None:
+        mine = measured(run, device)
         if mine is None:
             return None
         slowest = torch.tensor(mine, device=device)
@@ -170,10 +174,12 @@ def measure_host(runs: Runs, group: Any) -> dict[str, dict[str, Any]]:
         return round(slowest.item(), 3)
 
     for direction, run in runs._asdict().items():
-        found[direction] = {"host_ms": of_slowest(run)}
-        if device == "cuda":
-            with torch.autograd.set_multithreading_enabled(False):
-                found[direction]["one_thread_host_ms"] = of_slowest(run)
+        found[direction] = {}
+        for name, measured in _MEASURED.items():
+            found[direction][f"{name}host_ms"] = of_slowest(measured, run)
+            if device == "cuda":
+                with torch.autograd.set_multithreading_enabled(False):
+                    found[direction][f"{name}one_thread_host_ms"] = of_slowest(measured, run)
         found[direction] |= host.facts(run, device)
     return found
 
@@ -348,12 +354,18 @@ def table(rows: list[dict]) -> str:
         "exposed_ms",
         "peak_gib",
     )
-    head = [*names, "host ms", "host ms on one thread"]
+    shown = {
+        "host ms": "host_ms",
+        "host ms on one thread": "one_thread_host_ms",
+        "host ms in a row": "steady_host_ms",
+        "in a row on one thread": "steady_one_thread_host_ms",
+    }
+    head = [*names, *shown]
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for r in rows:
         times = [
             " / ".join(str(r[d][name]) for d in Runs._fields if r.get(d, {}).get(name))
-            for name in ("host_ms", "one_thread_host_ms")
+            for name in shown.values()
         ]
         lines.append(" | ".join([*(str(r.get(n, "")) for n in names), *times]))
     return "\n".join(f"| {line} |" for line in lines)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import host, units
-from benchmarks.host import host_milliseconds
+from benchmarks.host import host_milliseconds, steady_milliseconds
 from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
 from benchmarks.shapes import MOST_DIM, SHAPES, Shape
 
@@ -174,6 +174,7 @@ def measure(
         row[what] = {
             "ms": round(ms, 3),
             "host_ms": host_milliseconds(f, device),
+            "steady_host_ms": steady_milliseconds(f, device),
             "tb_s": round(size / ms / 1e9, 3),
             "tflop_s": round(flops / ms / 1e9, 1),
             "share_of_floor": float(f"{floor / ms:.3g}"),
@@ -183,6 +184,7 @@ def measure(
             row[what]["chained_host_ms"] = chained and round(chained / CHAIN, 3)
             with torch.autograd.set_multithreading_enabled(False):
                 row[what]["one_thread_host_ms"] = host_milliseconds(f, device)
+                row[what]["steady_one_thread_host_ms"] = steady_milliseconds(f, device)
     del result
     peak = peak_gib(whole, device)
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
@@ -192,6 +194,9 @@ def measure(
         for kind in ("bare", "bare_autograd"):
             if (bare := row[what].get(f"{kind}_ms")) and mine:
                 row[what][f"host_over_{kind}"] = round(mine / bare, 2)
+        mine, bare = (row[what].get(f"steady_{n}_ms") for n in ("host", "bare_autograd"))
+        if mine and bare:
+            row[what]["steady_host_over_bare_autograd"] = round(mine / bare, 2)
     print(f"{who} {shape.name}: {row}", flush=True)
     return row, whole()
 
@@ -253,6 +258,10 @@ def table(rows: list[dict]) -> str:
         "host / that",
         "host ms in a chain",
         "host ms on one thread",
+        "host ms in a row",
+        "in a row on one thread",
+        "bare ms in autograd in a row",
+        "in a row / that",
         *counts,
     ]
     head += ["peak GiB", "first call s", "vs peer"]
@@ -273,6 +282,14 @@ def table(rows: list[dict]) -> str:
         for name in ("chained_host_ms", "one_thread_host_ms"):
             ms = found[-1].get(name)
             line += ["" if ms is None else format(ms, ".2f")]
+        line += [pair("steady_host_ms", ".2f")]
+        for name in (
+            "steady_one_thread_host_ms",
+            "steady_bare_autograd_ms",
+            "steady_host_over_bare_autograd",
+        ):
+            x = found[-1].get(name)
+            line += ["" if x is None else format(x, ".2f")]
         line += [pair(name) for name in host.COUNTS]
         line += ["" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}", str(r["first_call_s"])]
         line += [" / ".join(f"{x:.2f}x" for x in r.get("ratio", []))]

@@ -91,6 +91,9 @@ SECTIONS = (
         "backward, as in a model.\n"
         "- *on one thread*: *host* in both directions if the backward runs on the calling thread "
         "(`torch.autograd.set_multithreading_enabled(False)`). The trainer runs it so.\n"
+        "- *in a row*: the host's time for a call if calls follow each other and the host does not "
+        "wait for the GPU between them, as in a model; also *on one thread*, and for *launches in "
+        "autograd*. *Ratio in a row* is *in a row* divided by *launches in autograd in a row*.\n"
         "- *launches*, *torch ops*, *allocations*, *descriptors*: how many of them a call makes.",
         lambda r: is_operator(r) and tables.peer_of(r) is not None,
         tables.beside_peer,

@@ -74,6 +74,8 @@ def of_host(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """Columns of what the host does in a forward / in a forward and a backward, its exchanges
     included, if any row has them. Counted is what the replayed programs do."""
     names = {"host, ms": "host_ms", "host on one thread, ms": "one_thread_host_ms"}
+    names |= {"host in a row, ms": "steady_host_ms"}
+    names |= {"in a row on one thread, ms": "steady_one_thread_host_ms"}
     names |= {"launches": "launches", "torch ops": "torch_ops"}
     return [
         (head, both(name, number if name.endswith("host_ms") else whole))

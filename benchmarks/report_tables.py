@@ -225,6 +225,7 @@ def of_host(result: Result) -> str:
         *_bare_in_autograd(rows),
         *_both_alone(rows, "in a chain, ms", "chained_host_ms"),
         *_both_alone(rows, "on one thread, ms", "one_thread_host_ms"),
+        *_in_a_row(rows),
         *((head, both(name, whole)) for head, name in counts.items()),
     )
     title = "The host's work in a call, in the forward / in both directions"
@@ -249,6 +250,21 @@ def _both_alone(rows: list[Row], head: str, name: str) -> list[tuple[str, Callab
     if all(ms(r, "both", name) is None for r in rows):
         return []
     return [(head, lambda r: number(ms(r, "both", name)))]
+
+
+def _in_a_row(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """The columns of calls that follow each other, if they were measured."""
+    if all(ms(r, "both", "steady_host_ms") is None for r in rows):
+        return []
+    alone = {
+        "in a row on one thread, ms": "steady_one_thread_host_ms",
+        "launches in autograd in a row, ms": "steady_bare_autograd_ms",
+        "ratio in a row": "steady_host_over_bare_autograd",
+    }
+    return [
+        ("in a row, ms", both("steady_host_ms", number)),
+        *(column for head, name in alone.items() for column in _both_alone(rows, head, name)),
+    ]
 
 
 def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:

@@ -96,9 +96,9 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [20, 20]
+    assert [len(line) for line in cells] == [24, 24]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[18].strip() for line in cells] == ["", "1.25x"]
+    assert [line[22].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
@@ -113,20 +113,27 @@ def test_table_has_the_work_of_the_host(result):
         row[what] |= dict(zip(host.COUNTS, (2 * n, 0, 7 * n, 1), strict=True))
     row["both"] |= {"one_thread_host_ms": 0.09, "bare_autograd_ms": 0.08}
     row["both"]["host_over_bare_autograd"] = 1.5
+    row["forward"]["steady_host_ms"] = 0.05
+    row["both"] |= {"steady_host_ms": 0.1, "steady_one_thread_host_ms": 0.07}
+    row["both"] |= {"steady_bare_autograd_ms": 0.08, "steady_host_over_bare_autograd": 1.25}
     head, _, line = ([c.strip() for c in line.split("|")] for line in ops.table([row]).split("\n"))
     cells = dict(zip(head, line, strict=True))
     assert (cells["host ms"], cells["bare ms"]) == ("0.06 / 0.12", "0.020 / 0.040")
     assert cells["host / bare"] == "3.00 / 3.00"
     assert cells["host ms on one thread"] == "0.09"
     assert (cells["bare ms in autograd"], cells["host / that"]) == ("0.08", "1.50")
+    assert (cells["host ms in a row"], cells["in a row on one thread"]) == ("0.05 / 0.10", "0.07")
+    assert (cells["bare ms in autograd in a row"], cells["in a row / that"]) == ("0.08", "1.25")
     assert (cells["launches"], cells["torch ops"]) == ("2 / 4", "0 / 0")
     assert (cells["allocations"], cells["descriptors"]) == ("7 / 14", "1 / 1")
     found = report_tables.Result("kda", {"operator": "kda", "rows": [row]})
     *_, line = report_tables.of_host(found).splitlines()
     cells = [c.strip() for c in line.strip("|").split("|")][1:]
     assert cells[:3] == ["0.0600 / 0.120", "0.0200 / 0.0400", "3.00 / 3.00"]
-    assert cells[3:] == ["0.0800", "1.50", "0.0900", "2 / 4", "0 / 0", "7 / 14", "1 / 1"]
-    del row["both"]["bare_autograd_ms"]
+    assert cells[3:6] == ["0.0800", "1.50", "0.0900"]
+    assert cells[6:10] == ["0.0500 / 0.100", "0.0700", "0.0800", "1.25"]
+    assert cells[10:] == ["2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    del row["both"]["bare_autograd_ms"], row["both"]["steady_bare_autograd_ms"]
     assert "autograd" not in report_tables.of_host(found)
     del row["forward"]["launches"]
     assert report_tables.of_host(found) == ""
@@ -260,6 +267,7 @@ def test_bandwidth_rows(tmp_path, monkeypatch, capsys):
 
 
 NOT_RECORDED = "no call was recorded"
+HOST_ON_CPU = {"host_ms": None, "steady_host_ms": None, "not_replayed": NOT_RECORDED}
 """Of the torch stages, which are not replayed."""
 
 
@@ -276,7 +284,7 @@ def test_cp_scaling(tmp_path, monkeypatch, capsys):
     assert len(rows) == 2 * 2 * 2  # ranks, kinds, operator and layer
     ms = {(r["op"], r["T"], r["ranks"]): r["ms"] for r in rows}
     for r in rows:
-        assert r["forward"] == r["both"] == {"host_ms": None, "not_replayed": NOT_RECORDED}
+        assert r["forward"] == r["both"] == HOST_ON_CPU
         if r["ranks"] == 2 and r["T"] == 256:
             assert r["efficiency"] == round(ms[r["op"], 128, 1] / r["ms"], 3)
             assert r["exposed_ms"] > 0
