@@ -487,7 +487,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.step_layers import check_step_layers
     from tests.gpu.tables import check_tables
     from tests.gpu.tiles import check_tiles
-    from tests.gpu.wide_heads import check_wide
+    from tests.gpu.wide_heads import check_split, check_wide
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
@@ -496,6 +496,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {"drafts": check_drafts, "clock": check_clock, "step layers": check_step_layers}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
+    found["split heads"] = check_split
     found |= short_parts()
     for K, V in SIZES:
         for n in range(3):

@@ -127,6 +127,23 @@ def test_the_gpu_checks_of_wide_heads(name, small, monkeypatch):
 
 @pytest.mark.bits
 @pytest.mark.wide
+@pytest.mark.parametrize("splits", [True, False])
+def test_the_gpu_check_of_split_heads(splits, small, monkeypatch):
+    """It passes, and it fails if heads are not split."""
+    calls = (("gated_delta_rule", 4, 8, (0, 3, 3, 20)), ("simple_gla", 8, 8, None))
+    monkeypatch.setattr(wide_heads, "SPLIT", calls)
+    monkeypatch.setattr(wide_heads, "SPLIT_TOKENS", 20)
+    monkeypatch.setattr(wide_heads, "BF16", F32)
+    monkeypatch.setattr(fla_cp.ops.wide_heads, "FAST_WIDTH", 4)
+    monkeypatch.setattr(fla_cp.ops.wide_heads, "WORTH", 0 if splits else 2**30)
+    fast = {"triton": 4, "torch": None}
+    monkeypatch.setattr(fla_cp.ops.wide_heads, "_fast_width", lambda impl, *_: fast[impl])
+    rows = wide_heads.check_split()
+    assert all((row["splits"] > 0) == row["ok"] == splits for row in rows), rows
+
+
+@pytest.mark.bits
+@pytest.mark.wide
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_gpu_check_of_drafts(small, monkeypatch, wrong):
     """It passes, and it fails if the state of a token is that after its first row."""
