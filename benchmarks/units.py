@@ -10,8 +10,8 @@ OPS = (
     "one_thread_host_ms is this time if the backward runs on the calling thread, as in the "
     "trainer, and not on autograd's own. Names with steady_ are of calls that follow each other, "
     "with no wait for the GPU between them. bare_ms is the time in which the host launches the "
-    "same kernels and does nothing else; for bare_autograd_ms, it launches those of the backward in a "
-    "backward of autograd. peak_gib is the most GPU memory in use, in GiB"
+    "same kernels and does nothing else; for bare_autograd_ms, it launches those of the backward "
+    "in a backward of autograd. peak_gib is the most GPU memory in use, in GiB"
 )
 """Of `benchmarks.ops`; {chain}: how many calls share a backward."""
 

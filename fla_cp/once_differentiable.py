@@ -38,8 +38,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # no second derivative is asked for
+            return backward(ctx, *grads)
         found = plain(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return found
         several = isinstance(found, tuple)
         tensors = found if several else (found,)

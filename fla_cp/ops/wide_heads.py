@@ -50,9 +50,11 @@ def width_of_chunks(
     The call's arguments need not have been checked. All ranks of a context decide alike."""
     if removal != "none" and not per_head:
         return None
-    if not all(_is_dense(t) for t in (x.q, x.v)):
+    if not _is_dense(x.q) or not _is_dense(x.v):
         return None
     K, (B, T, HV, V) = x.q.shape[-1], x.v.shape
+    if K <= FAST_WIDTH >= V and K <= MAX_DIM >= V:  # this is quick, and true of most calls
+        return None
     several = getattr(options.get("cp_context"), "world_size", 1) > 1
     size = WORTH if several else B * T * HV  # ranks may have unequally many tokens
     per_head = per_head and options.get("chunk_size") in (None, CHUNK)

@@ -1,5 +1,5 @@
-"""Heads that are cut into narrower ones, on a GPU: those of GLA and simple GLA with K = V = 512, and
-those with one decay a head for which narrower kernels are faster."""
+"""Heads that are cut into narrower ones, on a GPU: those of GLA and simple GLA with K = V = 512,
+and those with one decay a head for which narrower kernels are faster."""
 
 from __future__ import annotations
 
