@@ -7,7 +7,7 @@ tokens of a call under a context of one sequence. The cache of each rank then ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,12 +73,20 @@ class AttentionCache:
         return self.lengths[:, None] + next_tokens
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, cp_context: FLACPContext | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        cp_context: FLACPContext | None = None,
+        expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """o [B, T, H, V] of the next T tokens, whose keys and values are written first.
 
         Query h reads key head h // (H / HK). Under a context q, k and v are this rank's tokens, and
-        all ranks' keys and values are gathered. Raises ValueError if the tokens do not fit.
+        all ranks' keys and values are gathered. expand: returns the keys and values that queries
+        read, for those that are kept [B, n, HK, ..]; by default they are the same. Raises
+        ValueError if the tokens do not fit.
         """
         own = self.positions(q.shape[1], cp_context)
         if cp_context is not None:
@@ -92,6 +100,9 @@ class AttentionCache:
         self.lengths += T
         seen = torch.arange(columns, dtype=torch.int64, device=q.device) <= own[..., None]
         keys, values = self.keys[:, :columns], self.values[:, :columns]
+        if expand is not None:
+            keys, values = expand(keys, values)
+            q = q.to(values.dtype)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.to(q.dtype).transpose(1, 2),
