@@ -30,6 +30,8 @@ GROUPED_ON_DEVICE = ((9, 0), (10, 0))
 
 def why_eager(model: Decoder) -> str | None:
     """Why steps of the model are not captured in a CUDA graph; None if they can be."""
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return "a graph would not call the hooks of modules"
     weight = model.embedding.weight
     if weight.device.type != "cuda":
         return "only GPUs have CUDA graphs"

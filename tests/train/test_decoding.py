@@ -16,6 +16,7 @@ from fla_cp.nn.linear_attention import GatedDeltaNet
 from fla_cp.nn.modules import ShortConvolution
 from fla_cp.train.decoding import DecodeStep, Replayed, step_bytes, why_eager
 from fla_cp.train.generate import _joined, generate, make_caches, next_logits
+from tests.support.adapters import CHANGES
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.exported import MODELS, VOCAB, random_model
 
@@ -81,6 +82,36 @@ def test_watched_modules_are_called():
     y = step()
     assert sorted(seen) == ["q"] * 3 + ["up"] * 3
     assert_exact("logits", y, next_logits(model, step.tokens[:, None], called))
+
+
+NORMS = "norm", "blocks.0.mixer_norm", "blocks.0.ffn_norm"
+LINEAR = "head", "blocks.0.mixer.o_proj", "blocks.0.mixer.g_proj.1", "blocks.1.ffn.down"
+
+
+@pytest.mark.parametrize("place, change", [
+    *((place, change) for place in NORMS for change in ("hooked", "hooked_before")),
+    *((place, change) for place in LINEAR for change in CHANGES),
+])  # fmt: skip
+def test_what_is_not_plain_is_called(place, change):
+    """A step computes what hooks, adapters and biases change, and no graph skips the hooks."""
+    model = random_model(MODELS["kda"]).double().eval()
+    called = filled(model)
+    before = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))()
+    parent, _, name = place.rpartition(".")
+    CHANGES[change](model.get_submodule(parent), name)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    y, wanted = step(), next_logits(model, step.tokens[:, None], called)
+    assert (wanted - before).norm() > 1e-3 * before.norm()
+    assert_exact("logits", y, wanted)
+    assert ("hooks" in why_eager(model)) == change.startswith("hooked")
+
+
+def test_a_norm_without_a_weight_is_called():
+    model = random_model(MODELS["kda"]).double().eval()
+    model.norm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    called = filled(model)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    assert_exact("logits", step(), next_logits(model, step.tokens[:, None], called))
 
 
 def test_weights_move_once_and_keep_their_values():
@@ -197,7 +228,7 @@ def test_a_step_does_what_a_class_overrides(layer_class):
         layer(norm(x[:, :2]), cache=cache)
         same, y = copy.deepcopy(cache), x[:, 2].clone()
         wanted = y + layer(norm(x[:, 2:]), cache=cache)[:, 0]
-        if not RecurrentStep.fits(layer):
+        if not RecurrentStep.fits(layer, norm):
             assert layer_class is HalfGated
             return
         step = RecurrentStep(layer, norm)
