@@ -152,7 +152,7 @@ class Attention(SoftmaxAttention):
         """An empty cache for `rows` sequences of up to `capacity` tokens. Raises ValueError unless
         both are integers from 1."""
         heads, dim = self.num_kv_heads, self.head_dim
-        return attention_cache(self.k_proj.weight, rows, capacity, heads, dim, dim)
+        return attention_cache(self, "k_proj", rows, capacity, heads, dim, dim)
 
     def forward(
         self,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fla_cp.arguments import check_count, described
 from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import FLOATS
 from fla_cp.partition.device_tables import to_device
 
 
@@ -145,11 +146,19 @@ def check_cache_sizes(rows: object, capacity: object) -> None:
 
 
 def attention_cache(
-    like: Tensor, rows: int, capacity: int, heads: int, channels: int, value_channels: int
+    layer: nn.Module,
+    project: str,
+    rows: int,
+    capacity: int,
+    heads: int,
+    channels: int,
+    value_channels: int,
 ) -> AttentionCache:
-    """An empty cache with the dtype and device of `like`, after a check of rows and capacity."""
+    """An empty cache, after a check of rows and capacity. project: the name of the projection whose
+    weight has the cache's dtype and device. If it is quantised, they are those of another parameter
+    of the layer, or fp32."""
     check_cache_sizes(rows, capacity)
-    dtype, device = like.dtype, like.device
+    dtype, device = _stored_as(getattr(layer, project), layer)
     return AttentionCache(
         torch.zeros(rows, capacity, heads, channels, dtype=dtype, device=device),
         torch.zeros(rows, capacity, heads, value_channels, dtype=dtype, device=device),
@@ -184,6 +193,16 @@ def check_cache(
     rows = len(x) if held is None else len(held)
     if rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
+
+
+def _stored_as(project: nn.Module, layer: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of a cache of the layer, see `attention_cache`."""
+    given = getattr(project, "weight", None), *layer.parameters(), *layer.buffers()
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    for x in tensors:
+        if x.dtype in FLOATS:
+            return x.dtype, x.device
+    return torch.float32, tensors[0].device if tensors else torch.device("cpu")
 
 
 def _own_places(context: FLACPContext) -> list[int]:

@@ -105,7 +105,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         """An empty cache of latents and shared channels, as in `Attention`."""
         rank = self.kv_lora_rank
         wide = rank + self.qk_rope_head_dim
-        return attention_cache(self.kv_down.weight, rows, capacity, 1, wide, rank)
+        return attention_cache(self, "kv_down", rows, capacity, 1, wide, rank)
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -104,6 +105,24 @@ def test_what_is_not_plain_is_called(place, change):
     assert (wanted - before).norm() > 1e-3 * before.norm()
     assert_exact("logits", y, wanted)
     assert ("hooks" in why_eager(model)) == change.startswith("hooked")
+
+
+@pytest.mark.parametrize("kind", ["kimi-experts", "qwen-experts", "kda"])
+def test_a_quantised_model_generates(kind):
+    """Its linear layers have no tensor called weight. Steps are calls of its modules."""
+    exact = random_model(KINDS[kind]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated (torch 2.10 to 2.13)
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(exact), {torch.nn.Linear})
+    called = filled(model)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    step.tokens.copy_(torch.tensor([3, 60, 9]))
+    y, full = step(), next_logits(exact, step.tokens[:, None], filled(exact))
+    wanted = next_logits(model, step.tokens[:, None], called)
+    torch.testing.assert_close(y, wanted, atol=1e-3, rtol=1e-3)
+    assert (y - full).norm() < 0.2 * full.norm()
+    found, _ = generate(model, PROMPTS, 4)
+    assert [len(tokens) for tokens in found] == [4] * 3
 
 
 def test_a_norm_without_a_weight_is_called():
