@@ -41,17 +41,28 @@ class AttentionCache:
 
     keys: [B, capacity, HK, K]. values: [B, capacity, HK, V]. For latent attention HK is 1, the
     values are the latents, and the keys are the latents and the shared channels. lengths: [B]
-    int64, how many tokens each row has. written: how many tokens the longest row has.
+    int64, how many tokens each row has. written: how many tokens the longest row has. shared:
+    whether another cache writes to the same memory, so that `written` may be out of date.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
     written: int = 0
+    shared: bool = False
 
     def fixed(self) -> FixedAttentionCache:
-        """A cache in the same memory, for steps that a CUDA graph repeats."""
-        return FixedAttentionCache(self.keys, self.values, self.lengths, self.written)
+        """A cache in the same memory, for steps that a CUDA graph repeats. Both may be used in any
+        order: a call with this cache then reads the number of tokens from the device."""
+        self.shared = True
+        return FixedAttentionCache(self.keys, self.values, self.lengths, self.written, True)
+
+    def longest(self) -> int:
+        """How many tokens the longest row has. The host waits for the device if the memory is
+        shared."""
+        if self.shared:
+            self.written = int(self.lengths.max())
+        return self.written
 
     @staticmethod
     def joined(caches: Sequence[AttentionCache]) -> AttentionCache:
@@ -60,7 +71,7 @@ class AttentionCache:
             torch.cat([c.keys for c in caches]),
             torch.cat([c.values for c in caches]),
             torch.cat([c.lengths for c in caches]),
-            max(c.written for c in caches),
+            max(c.longest() for c in caches),
         )
 
     def positions(self, tokens: int, cp_context: FLACPContext | None = None) -> Tensor:
@@ -117,14 +128,13 @@ class AttentionCache:
     def reserved(self, tokens: int) -> int:
         """How many places of the cache a row may read once the next tokens are written. Raises
         ValueError if the tokens do not fit."""
-        capacity = self.keys.shape[1]
-        if self.written + tokens > capacity:
+        capacity, needed = self.keys.shape[1], self.longest() + tokens
+        if needed > capacity:
             raise ValueError(
-                f"cache must have room for {self.written + tokens} tokens, got a capacity of "
-                f"{capacity}"
+                f"cache must have room for {needed} tokens, got a capacity of {capacity}"
             )
-        self.written += tokens
-        return self.written
+        self.written = needed
+        return needed
 
 
 class FixedAttentionCache(AttentionCache):

@@ -103,7 +103,8 @@ class DecodeStep:
 
     tokens: [B] int64, the newest tokens, which a call reads and the caller overwrites in place.
     caches: those of the blocks, which have seen each row's earlier tokens. A call updates them in
-    place. Those of attention must have room for all tokens to come. The constructor moves the
+    place, so that a later call of the model may go on with them, and steps may follow that call.
+    Those of attention must have room for all tokens to come. The constructor moves the
     model's weights, see `fla_cp.nn.decoding.stacked`. impl: "auto", "torch" or "triton", for the
     products.
     """

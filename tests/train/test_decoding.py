@@ -61,6 +61,30 @@ def test_steps_equal_calls_of_the_model(kind):
             assert_exact("cache", a.double(), b.double())
 
 
+@pytest.mark.parametrize("kind", ["kimi", "qwen", "mla"])
+def test_turns_of_a_chat_share_their_caches(kind):
+    """Prompts and answers follow each other in the caches that the steps were given."""
+    model = random_model(MODELS[kind]).double().eval()
+    tokens = torch.randint(VOCAB, (2, 45), generator=torch.Generator().manual_seed(2))
+    whole, caches = make_caches(model, 2, 45), make_caches(model, 2, 45)
+    next_logits(model, tokens[:, :20], caches)
+    step = DecodeStep(model, caches, 2)
+    for i in range(20, 45):
+        if i in (26, 35):  # the next prompt
+            logits = next_logits(model, tokens[:, i : i + 3], caches)
+        elif i not in (27, 28, 36, 37):
+            step.tokens.copy_(tokens[:, i])
+            logits = step()
+        if i in (25, 26, 34, 35, 44):
+            read = i + 3 if i in (26, 35) else i + 1
+            exact = next_logits(model, tokens[:, :read], make_caches(model, 2, 45))
+            assert_exact(f"logits of token {i}", logits, exact)
+    next_logits(model, tokens, whole)
+    for mine, theirs in zip(caches, whole, strict=True):
+        for a, b in zip(written(mine), written(theirs), strict=True):
+            assert_exact("cache", a.double(), b.double())
+
+
 @pytest.mark.parametrize("kind", ["kimi", "qwen", "gla", "gdp"])
 def test_plain_layers_are_joined(kind):
     model = random_model(KINDS.get(kind) or MODELS[kind])
