@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from fla_cp.arguments import check_number
 from fla_cp.comm import Overlap
 from fla_cp.comm.keys_values import LatentSizes
 from fla_cp.comm.keys_values.latents import Expanded, latent_ring
@@ -21,7 +22,7 @@ from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_inner_dtype
 from fla_cp.nn.projections import product_weight
-from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
+from fla_cp.nn.rotary import Tables, YaRN, rotary_of, rotate
 from fla_cp.ops.attention import (
     attention_of_sent,
     attention_over,
@@ -47,7 +48,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
     None: no positions (NoPE), as in Kimi Linear. rope_scaling: YaRN, whose magnitude is applied to
     all channels, through the scale, as in DeepSeek-V3. norm_eps: eps of the norms of latents and
     inside q. layer_idx: kept as an attribute, for the caller.
-    Raises ValueError as `SoftmaxAttention` and `Rotary` do.
+    Raises ValueError as `SoftmaxAttention` and `Rotary` do, for rope_scaling without positions, and
+    unless norm_eps is a finite number from 0.
     """
 
     input_names = "q_proj", "kv_down"
@@ -79,8 +81,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         )
         self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
-        if rope_theta is not None:
-            self.rotary = Rotary(qk_rope_head_dim, rope_theta, rope_scaling)
+        check_number("norm_eps", norm_eps, 0, or_equal=True)
+        self.rotary = rotary_of(qk_rope_head_dim, rope_theta, rope_scaling)
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         magnitude = 1.0 if self.rotary is None else self.rotary.magnitude
         self.scale = self.qk_head_dim**-0.5 * magnitude**2
