@@ -54,11 +54,19 @@ def unsteady_steps(device: torch.device) -> int:
 class Replayed:
     """A call of `step` or, after a few calls, a replay of it. step: returns a tensor, which later
     calls overwrite, and writes only memory that existed before. captured: whether to make a
-    graph, which needs a GPU."""
+    graph, which needs a GPU. places: returns the addresses of memory that a step uses and that
+    other calls may replace. If they have changed, a new graph is made."""
 
-    def __init__(self, step: Callable[[], Tensor], device: torch.device, captured: bool) -> None:
-        self.step, self.device, self.captured = step, device, captured
+    def __init__(
+        self,
+        step: Callable[[], Tensor],
+        device: torch.device,
+        captured: bool,
+        places: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        self.step, self.device, self.captured, self.places = step, device, captured, places
         self.calls = 0
+        self.captured_at: Sequence[int] = ()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.found: Tensor | None = None
@@ -66,6 +74,8 @@ class Replayed:
     def __call__(self) -> Tensor:
         if not self.captured:
             return self.step()
+        if self.graph is not None and self.places() != self.captured_at:
+            self.graph, self.calls = None, 0  # a step may now need other kernels
         self.calls += 1
         if self.calls <= EAGER_CALLS:
             return self._eager()
@@ -95,7 +105,7 @@ class Replayed:
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
         with without_collection(), capture:
             self.found = self.step()
-        self.graph = graph
+        self.graph, self.captured_at = graph, self.places()
 
 
 class DecodeStep:
@@ -118,6 +128,11 @@ class DecodeStep:
         self.blocks = [BlockStep(block, impl) for block in model.blocks]
         self.steps = steps_of(self.blocks, self.caches, weight, impl)
         self.model, self.impl = model, impl
+
+    def places(self) -> list[int]:
+        """The addresses of what recurrent layers keep. Calls of the model replace it."""
+        held = (t for c in self.caches if isinstance(c, RecurrentCache) for t in (c.conv, c.state))
+        return [t.data_ptr() for t in held if t is not None]
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -147,7 +162,8 @@ class Decoding:
     ) -> None:
         self.step, self.choose, self.in_graph, self.shared = step, choose, in_graph, shared
         device = step.tokens.device
-        self.replayed = Replayed(self._chosen if in_graph else step, device, captured)
+        run = self._chosen if in_graph else step
+        self.replayed = Replayed(run, device, captured, step.places)
         self.host: Tensor | None = None
         if device.type == "cuda":
             shape = step.tokens.shape

@@ -351,3 +351,41 @@ def test_a_capture_meets_no_garbage(monkeypatch):
     replayed = Replayed(step, torch.device("cpu"), True)
     replayed._capture()
     assert meanwhile[0]() is not None and gc.isenabled()
+
+
+@pytest.mark.parametrize("prompt", [3, 70])
+def test_a_graph_is_made_anew_where_a_prompt_moved_the_states(prompt, monkeypatch):
+    """A replay uses the memory that the graph was captured with. A stand-in for graphs checks that
+    the states are still there."""
+    graphs = []
+
+    class Graph:
+        def __init__(self):
+            graphs.append(self)
+
+        def replay(self):
+            assert step.places() == self.places
+            kept.copy_(step())
+
+    class Capture(nullcontext):
+        def __exit__(self, *error):
+            graphs[-1].places = step.places()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: Capture())
+    model = random_model(MODELS["kimi"]).double().eval()
+    caches = make_caches(model, 1, 200)
+    next_logits(model, torch.arange(5)[None], caches)
+    step, kept = DecodeStep(model, caches, 1), torch.zeros(1, VOCAB, dtype=torch.float64)
+    recorded = Replayed(lambda: kept, torch.device("cpu"), True, step.places)
+    recorded._eager = step  # without a stream
+    for _ in range(5):
+        recorded()
+    assert len(graphs) == 1
+    next_logits(model, torch.arange(prompt)[None], caches)
+    wanted = next_logits(model, step.tokens[:, None], copy.deepcopy(caches))
+    assert_exact("logits", recorded(), wanted)
+    for _ in range(3):
+        recorded()
+    assert len(graphs) == 2
