@@ -122,6 +122,16 @@ def _finite(name: str, value: object) -> float:
     return number
 
 
+def check_number(name: str, value: object, low: float, *, or_equal: bool = False) -> None:
+    """Checks that the value is a finite number above `low`, or with or_equal of at least `low`."""
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = float(value)
+        if low < number < inf or (or_equal and number == low):
+            return
+    rule = f"from {low:g}" if or_equal else f"above {low:g}"
+    raise ValueError(f"{name} must be a finite number {rule}, got {described(value)}")
+
+
 def check_state_layout(transpose_state_layout: object, state_v_first: object) -> bool:
     """Whether states are [V, K]. The option has two names; the caller gives at most one."""
     if transpose_state_layout is None and state_v_first is None:

@@ -24,6 +24,15 @@ def refuse(name: str, value: object, only: object, instead: str) -> None:
         raise ValueError(f"{name} must be {only}, got {described(value)}: {instead}")
 
 
+def refuse_vector(beta: object) -> None:
+    """Raises ValueError for a beta of each value channel, which FLA's recurrences take, too."""
+    if isinstance(beta, Tensor) and beta.ndim == 4:
+        raise ValueError(
+            "beta must be [B, T, HV]: a beta of each value channel, [B, T, HV, V], is not "
+            f"supported, got shape {tuple(beta.shape)}"
+        )
+
+
 def nothing_left(function: str, kwargs: dict[str, Any]) -> None:
     """Raises TypeError for keywords that FLA would swallow, or does not have."""
     for name in kwargs:

@@ -21,6 +21,7 @@ from fla_cp.compat.arguments import (
     ones_or,
     places,
     refuse,
+    refuse_vector,
     state_layout,
 )
 from fla_cp.ops.checks import check_sequences
@@ -59,6 +60,7 @@ def fused_recurrent_kda(
     transpose_state_layout."""
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_kda", kwargs)
+    refuse_vector(beta)
     q, k, wide_v = one_dtype(q, k, v)
     o, final = ops.fused_recurrent_kda(
         q,
@@ -111,6 +113,7 @@ def fused_recurrent_kda_fwd(
     It has no gradients.
     """
     nothing_left("fused_recurrent_kda_fwd", kwargs)
+    refuse_vector(beta)
     if out is not None:
         check_tensors(("v", "out"), (v, out), 2)
         if (out.shape, out.dtype, out.device) != (v.shape, v.dtype, v.device):
@@ -174,6 +177,7 @@ def fused_recurrent_gated_delta_rule(
         refuse("gk", gk, None, "with use_gate_in_kernel=True only g is a decay")
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gated_delta_rule", kwargs)
+    refuse_vector(beta)
     options: dict[str, Any] = {
         "scale": scale,
         "initial_state": initial_state,
@@ -212,6 +216,7 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla_cp.fused_recurrent_gated_delta_rule` without decay. beta=None: ones."""
+    refuse_vector(beta)
     return ops.fused_recurrent_gated_delta_rule(
         q,
         k,
@@ -241,6 +246,7 @@ def fused_recurrent_comba(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla_cp.fused_recurrent_comba`. In FLA p stands before v here, and after it in `chunk_comba`.
     p=None: k reads the state. beta=None: ones."""
+    refuse_vector(beta)
     return ops.fused_recurrent_comba(
         q,
         k,

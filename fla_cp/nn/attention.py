@@ -10,12 +10,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_count, check_flags, check_tensors
+from fla_cp.arguments import check_count, check_flags, check_number, check_tensors
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_dtype, check_hidden, check_inner_dtype
-from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
+from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotary_of, rotate
 from fla_cp.ops.attention import attention_of_sent, compiled_positions, key_rows, send_keys
 from fla_cp.ops.checks import check_sequences
 from fla_cp.rule import accumulator
@@ -98,8 +98,9 @@ class Attention(SoftmaxAttention):
     channels of a head (default: all). rope_scaling: YaRN, whose magnitude is applied to the rotated
     channels of q and k. norm_eps: eps of the norms of q and k. layer_idx: kept as an attribute, for
     the caller.
-    Raises ValueError as `SoftmaxAttention` and `Rotary` do, for heads that do not fit, and for
-    rotary_dim above head_dim.
+    Raises ValueError as `SoftmaxAttention` and `Rotary` do, for heads that do not fit, for
+    rotary_dim above head_dim, for rotary_dim or rope_scaling without positions, and unless norm_eps
+    is a finite number from 0.
     """
 
     input_names = "q_proj", "k_proj", "v_proj", "g_proj"
@@ -133,12 +134,11 @@ class Attention(SoftmaxAttention):
                 f"got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
             )
         check_flags(("qk_norm", "output_gate"), (qk_norm, output_gate))
+        check_number("norm_eps", norm_eps, 0, or_equal=True)
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        if rope_theta is not None:
-            dim = head_dim if rotary_dim is None else rotary_dim
-            self.rotary = Rotary(dim, rope_theta, rope_scaling)
-            if dim > head_dim:
-                raise ValueError(f"rotary_dim must be at most head_dim={head_dim}, got {dim}")
+        self.rotary = rotary_of(head_dim, rope_theta, rope_scaling, rotary_dim)
+        if self.rotary is not None and self.rotary.dim > head_dim:
+            raise ValueError(f"rotary_dim must be at most head_dim={head_dim}, got {rotary_dim}")
 
         self.q_proj = self.linear(num_heads * head_dim)
         self.k_proj = self.linear(num_kv_heads * head_dim)
@@ -152,7 +152,7 @@ class Attention(SoftmaxAttention):
         """An empty cache for `rows` sequences of up to `capacity` tokens. Raises ValueError unless
         both are integers from 1."""
         heads, dim = self.num_kv_heads, self.head_dim
-        return attention_cache(self.k_proj.weight, rows, capacity, heads, dim, dim)
+        return attention_cache(self, "k_proj", rows, capacity, heads, dim, dim)
 
     def forward(
         self,

@@ -7,15 +7,16 @@ tokens of a call under a context of one sequence. The cache of each rank then ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fla_cp.arguments import check_count, described
 from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import FLOATS
 from fla_cp.partition.device_tables import to_device
 
 
@@ -40,17 +41,28 @@ class AttentionCache:
 
     keys: [B, capacity, HK, K]. values: [B, capacity, HK, V]. For latent attention HK is 1, the
     values are the latents, and the keys are the latents and the shared channels. lengths: [B]
-    int64, how many tokens each row has. written: how many tokens the longest row has.
+    int64, how many tokens each row has. written: how many tokens the longest row has. shared:
+    whether another cache writes to the same memory, so that `written` may be out of date.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
     written: int = 0
+    shared: bool = False
 
     def fixed(self) -> FixedAttentionCache:
-        """A cache in the same memory, for steps that a CUDA graph repeats."""
-        return FixedAttentionCache(self.keys, self.values, self.lengths, self.written)
+        """A cache in the same memory, for steps that a CUDA graph repeats. Both may be used in any
+        order: a call with this cache then reads the number of tokens from the device."""
+        self.shared = True
+        return FixedAttentionCache(self.keys, self.values, self.lengths, self.written, True)
+
+    def longest(self) -> int:
+        """How many tokens the longest row has. The host waits for the device if the memory is
+        shared."""
+        if self.shared:
+            self.written = int(self.lengths.max())
+        return self.written
 
     @staticmethod
     def joined(caches: Sequence[AttentionCache]) -> AttentionCache:
@@ -59,7 +71,7 @@ class AttentionCache:
             torch.cat([c.keys for c in caches]),
             torch.cat([c.values for c in caches]),
             torch.cat([c.lengths for c in caches]),
-            max(c.written for c in caches),
+            max(c.longest() for c in caches),
         )
 
     def positions(self, tokens: int, cp_context: FLACPContext | None = None) -> Tensor:
@@ -73,12 +85,20 @@ class AttentionCache:
         return self.lengths[:, None] + next_tokens
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, cp_context: FLACPContext | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        cp_context: FLACPContext | None = None,
+        expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """o [B, T, H, V] of the next T tokens, whose keys and values are written first.
 
         Query h reads key head h // (H / HK). Under a context q, k and v are this rank's tokens, and
-        all ranks' keys and values are gathered. Raises ValueError if the tokens do not fit.
+        all ranks' keys and values are gathered. expand: returns the keys and values that queries
+        read, for those that are kept [B, n, HK, ..]; by default they are the same. Raises
+        ValueError if the tokens do not fit.
         """
         own = self.positions(q.shape[1], cp_context)
         if cp_context is not None:
@@ -92,6 +112,9 @@ class AttentionCache:
         self.lengths += T
         seen = torch.arange(columns, dtype=torch.int64, device=q.device) <= own[..., None]
         keys, values = self.keys[:, :columns], self.values[:, :columns]
+        if expand is not None:
+            keys, values = expand(keys, values)
+            q = q.to(values.dtype)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.to(q.dtype).transpose(1, 2),
@@ -105,14 +128,13 @@ class AttentionCache:
     def reserved(self, tokens: int) -> int:
         """How many places of the cache a row may read once the next tokens are written. Raises
         ValueError if the tokens do not fit."""
-        capacity = self.keys.shape[1]
-        if self.written + tokens > capacity:
+        capacity, needed = self.keys.shape[1], self.longest() + tokens
+        if needed > capacity:
             raise ValueError(
-                f"cache must have room for {self.written + tokens} tokens, got a capacity of "
-                f"{capacity}"
+                f"cache must have room for {needed} tokens, got a capacity of {capacity}"
             )
-        self.written += tokens
-        return self.written
+        self.written = needed
+        return needed
 
 
 class FixedAttentionCache(AttentionCache):
@@ -134,11 +156,19 @@ def check_cache_sizes(rows: object, capacity: object) -> None:
 
 
 def attention_cache(
-    like: Tensor, rows: int, capacity: int, heads: int, channels: int, value_channels: int
+    layer: nn.Module,
+    project: str,
+    rows: int,
+    capacity: int,
+    heads: int,
+    channels: int,
+    value_channels: int,
 ) -> AttentionCache:
-    """An empty cache with the dtype and device of `like`, after a check of rows and capacity."""
+    """An empty cache, after a check of rows and capacity. project: the name of the projection whose
+    weight has the cache's dtype and device. If it is quantised, they are those of another parameter
+    of the layer, or fp32."""
     check_cache_sizes(rows, capacity)
-    dtype, device = like.dtype, like.device
+    dtype, device = _stored_as(getattr(layer, project), layer)
     return AttentionCache(
         torch.zeros(rows, capacity, heads, channels, dtype=dtype, device=device),
         torch.zeros(rows, capacity, heads, value_channels, dtype=dtype, device=device),
@@ -173,6 +203,16 @@ def check_cache(
     rows = len(x) if held is None else len(held)
     if rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
+
+
+def _stored_as(project: nn.Module, layer: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of a cache of the layer, see `attention_cache`."""
+    given = getattr(project, "weight", None), *layer.parameters(), *layer.buffers()
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    for x in tensors:
+        if x.dtype in FLOATS:
+            return x.dtype, x.device
+    return torch.float32, tensors[0].device if tensors else torch.device("cpu")
 
 
 def _own_places(context: FLACPContext) -> list[int]:

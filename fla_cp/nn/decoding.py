@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from fla_cp.nn.kda import KDACore
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, SwiGLU
 from fla_cp.nn.one_call import supported
-from fla_cp.nn.projections import is_low_rank, joins, watched
+from fla_cp.nn.projections import is_low_rank, joins, product_weight, watched
 from fla_cp.ops.checks import MAX_DIM
 from fla_cp.ops.family import GATED_DELTA_RULE, GLA, KDA, SIMPLE_GLA, gate_of
 from fla_cp.rule import DeltaRule
@@ -125,15 +125,19 @@ class RecurrentStep:
         self.rule = one_stage_rule(layer)
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
-        """Whether all modules of the layer are of the plain kinds that a step can join."""
+    def fits(layer: nn.Module, norm: nn.Module) -> bool:
+        """Whether the norm and all modules of the layer are of the plain kinds that a step can
+        join."""
         if not isinstance(layer, LinearAttention) or watched(layer) or watched(layer.qkv_conv):
             return False
+        out = product_weight(layer.o_proj)
+        if out is None or not is_plain_norm(norm):
+            return False
         second = [m[1] for m in layer.input_projections() if isinstance(m, nn.Sequential)]
-        dtype = layer.o_proj.weight.dtype
         return (
-            joins(layer.o_proj.weight.data, [*layer.input_projections(), layer.o_proj])
-            and all(m.__class__ is nn.Linear and m.weight.dtype == dtype for m in second)
+            joins(out.data, layer.input_projections())
+            and all(m.__class__ is nn.Linear and m.weight.dtype == out.dtype for m in second)
+            and not any(watched(m) for m in second)
             and layer.qkv_conv.__class__ is ShortConvolution
             and all(getattr(type(layer), n) is getattr(LinearAttention, n) for n in STEPPED)
         )
@@ -220,11 +224,13 @@ class SwiGLUStep:
         self.into = stacked([ffn.gate.weight, ffn.up.weight])[None]
 
     @staticmethod
-    def fits(ffn: nn.Module) -> bool:
-        """Whether all modules of the network are of the plain kinds that a step can join."""
-        if ffn.__class__ is not SwiGLU or watched(ffn):
+    def fits(ffn: nn.Module, norm: nn.Module) -> bool:
+        """Whether the norm and all modules of the network are of the plain kinds that a step can
+        join."""
+        if ffn.__class__ is not SwiGLU or watched(ffn) or not is_plain_norm(norm):
             return False
-        return joins(ffn.up.weight.data, [ffn.gate, ffn.up, ffn.down])
+        up = product_weight(ffn.up)
+        return up is not None and joins(up.data, [ffn.gate, ffn.up, ffn.down])
 
     def __call__(self, x: Tensor) -> None:
         backend = resolve(self.impl, x.device, x.dtype)
@@ -242,9 +248,9 @@ class BlockStep:
     def __init__(self, block: nn.Module, impl: str = "auto") -> None:
         part: Any = block
         self.block, self.mixer, self.ffn = part, None, None
-        if RecurrentStep.fits(part.mixer):
+        if RecurrentStep.fits(part.mixer, part.mixer_norm):
             self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl)
-        if SwiGLUStep.fits(part.ffn):
+        if SwiGLUStep.fits(part.ffn, part.ffn_norm):
             self.ffn = SwiGLUStep(part.ffn, part.ffn_norm, impl)
 
     def __call__(self, x: Tensor, cache: LayerCache) -> None:
@@ -349,10 +355,22 @@ def steps_of(
     return found
 
 
-def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto") -> Tensor:
-    """head(norm(x)) for x [B, hidden]."""
+def head_logits(x: Tensor, norm: nn.Module, head: nn.Module, impl: str = "auto") -> Tensor:
+    """head(norm(x)) for x [B, hidden]. Both are called unless they are of the plain kinds that a
+    step can join."""
+    weight = product_weight(head)
+    if weight is None or not (is_plain_norm(norm) and joins(x, [head])):
+        logits: Tensor = head(norm(x))
+        return logits
     backend = resolve(impl, x.device, x.dtype)
-    return backend.step_product(_behind(norm, x, head.weight.data[None]))
+    return backend.step_product(_behind(norm, x, weight.data[None]))
+
+
+def is_plain_norm(norm: nn.Module) -> TypeGuard[nn.RMSNorm]:
+    """Whether a product of a step may compute the norm: it has torch's class, a weight, and no
+    hooks."""
+    weight = norm._parameters.get("weight")
+    return norm.__class__ is nn.RMSNorm and weight is not None and not watched(norm)
 
 
 def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:

@@ -102,7 +102,8 @@ class Experts(nn.Module):
 
     Kimi Linear: routing="sigmoid", scale=2.446, shared_experts=1. Qwen3-Next: routing="softmax",
     shared_experts=1, shared_gate=True.
-    Raises ValueError for sizes that are not integers from 1 and for counts that do not fit.
+    Raises ValueError for sizes that are not integers from 1, for counts that do not fit, and unless
+    scale is a finite number above 0.
     """
 
     def __init__(

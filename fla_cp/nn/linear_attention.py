@@ -150,9 +150,9 @@ class LinearAttention(nn.Module):
     of the output norm.
     allow_neg_eigval: beta is in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
     layer_idx: kept as an attribute, for the caller.
-    Raises ValueError for sizes that are not such integers and for head counts that do not fit.
-    A call raises it for an x, cu_seqlens or cp_context that does not fit, before any projection
-    runs.
+    Raises ValueError for sizes that are not such integers, for head counts that do not fit, and
+    unless norm_eps is a finite number from 0. A call raises it for an x, cu_seqlens or cp_context
+    that does not fit, before any projection runs.
     """
 
     operator = ""
@@ -200,6 +200,7 @@ class LinearAttention(nn.Module):
             head_dim=head_dim,
             head_v_dim=head_v_dim,
             max_dim=MAX_DIM if self.has_beta else MAX_WIDE_DIM,
+            norm_eps=norm_eps,
             conv_size=conv_size,
             num_householder=self.rows,
         )

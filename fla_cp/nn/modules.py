@@ -11,6 +11,7 @@ from fla_cp.arguments import (
     check_choice,
     check_count,
     check_flags,
+    check_number,
     check_tensors,
     described,
 )
@@ -41,6 +42,7 @@ def check_layer(
     head_dim: int,
     head_v_dim: int,
     max_dim: int,
+    norm_eps: object,
     **sizes: int,
 ) -> None:
     """Checks the arguments with which a layer is built. max_dim: the most channels of a head that
@@ -55,6 +57,7 @@ def check_layer(
             f"got num_v_heads={num_v_heads}, num_heads={num_heads}"
         )
     check_flags(("allow_neg_eigval",), (allow_neg_eigval,))
+    check_number("norm_eps", norm_eps, 0, or_equal=True)
     check_choice("impl", impl, ("auto", "torch", "triton"))
 
 
@@ -147,10 +150,12 @@ def _ways(x: Tensor, dtype: torch.dtype) -> list[str]:
 
 
 class RMSNorm(InitializedModule):
-    """x / rms(x) * weight over the last dim. The mean of squares is formed in fp32."""
+    """x / rms(x) * weight over the last dim. The mean of squares is formed in fp32. Raises
+    ValueError unless eps is a finite number from 0."""
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
         super().__init__()
+        check_number("eps", eps, 0, or_equal=True)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 

@@ -198,14 +198,22 @@ def joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
             module, *rest = module
             if len(rest) != 1:
                 return False
-        if module.__class__ is not nn.Linear or watched(module):
+        weight = product_weight(module)
+        if weight is None:
             return False
-        own = module._parameters
-        weight: Any = own["weight"]
-        same = weight.dtype == dtype or (cast and weight.dtype != torch.float64)
-        if own["bias"] is not None or weight.__class__ not in PLAIN_TENSORS or not same:
+        if weight.dtype != dtype and not (cast and weight.dtype != torch.float64):
             return False
     return True
+
+
+def product_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a module whose call is only a product with it. None for all others: adapters
+    and other classes, modules with a bias, hooks or a compiled call, and quantised weights."""
+    if module.__class__ is not nn.Linear or watched(module):
+        return None
+    own = module._parameters
+    weight = own["weight"]
+    return weight if own["bias"] is None and weight.__class__ in PLAIN_TENSORS else None
 
 
 def watched(module: nn.Module) -> bool:

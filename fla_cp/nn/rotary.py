@@ -14,19 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fla_cp.arguments import check_count, described
+from fla_cp.arguments import check_count, check_number, described
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.rule import accumulator
 
 Tables = tuple[Tensor, Tensor]
 """cos and sin [T, dim / 2] of each token's angles."""
-
-
-def _check_above(name: str, value: object, low: float, *, or_equal: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and (value > low or (or_equal and value == low)) and value < math.inf):  # type: ignore[operator]
-        rule = f"from {low:g}" if or_equal else f"above {low:g}"
-        raise ValueError(f"{name} must be a finite number {rule}, got {described(value)}")
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,10 @@ class YaRN:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_above("factor", self.factor, 1, or_equal=True)
+        check_number("factor", self.factor, 1, or_equal=True)
         check_count("original_length", self.original_length)
-        _check_above("beta_slow", self.beta_slow, 0)
-        _check_above("beta_fast", self.beta_fast, self.beta_slow, or_equal=True)
+        check_number("beta_slow", self.beta_slow, 0)
+        check_number("beta_fast", self.beta_fast, self.beta_slow, or_equal=True)
 
     @property
     def magnitude(self) -> float:
@@ -89,7 +82,7 @@ class Rotary:
     def __post_init__(self) -> None:
         if check_count("rotary_dim", self.dim) % 2:
             raise ValueError(f"rotary_dim must be even, got {self.dim}")
-        _check_above("rope_theta", self.base, 1)
+        check_number("rope_theta", self.base, 1)
         if self.scaling is not None and not isinstance(self.scaling, YaRN):
             raise ValueError(f"rope_scaling must be a YaRN or None, got {described(self.scaling)}")
 
@@ -124,6 +117,25 @@ class Rotary:
         turns = self.frequencies(positions.device)
         angles = positions.to(torch.float64)[:, None] * turns
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+
+def rotary_of(
+    dim: int, theta: float | None, scaling: YaRN | None, rotary_dim: int | None = None
+) -> Rotary | None:
+    """The rotation of a layer's heads; None for a layer without positions (theta=None).
+
+    dim: how many channels are rotated unless rotary_dim is given. Raises ValueError as `Rotary`
+    does, and for a rotary_dim or scaling of a layer without positions.
+    """
+    if theta is not None:
+        return Rotary(dim if rotary_dim is None else rotary_dim, theta, scaling)
+    for name, value in (("rotary_dim", rotary_dim), ("rope_scaling", scaling)):
+        if value is not None:
+            raise ValueError(
+                f"{name} must be None in a layer without positions (rope_theta=None), got "
+                f"{described(value)}"
+            )
+    return None
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

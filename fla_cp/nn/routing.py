@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_choice, check_count, check_flags
+from fla_cp.arguments import check_choice, check_count, check_flags, check_number
 from fla_cp.comm import collectives
 from fla_cp.nn.initial import Initial, InitializedModule, Normal
 from fla_cp.replay import without_autocast
@@ -58,7 +58,8 @@ class Router(InitializedModule):
     a token by their sum. scale: factor on the weights. num_groups, top_groups: experts form
     num_groups groups of neighbours, and are chosen only from the `top_groups` groups whose two best
     scores have the largest sums. Among equal scores the expert with the lowest number is chosen.
-    Raises ValueError for counts that do not fit each other.
+    Raises ValueError for counts that do not fit each other, and unless scale is a finite number
+    above 0.
     """
 
     correction_bias: Tensor | None
@@ -82,6 +83,7 @@ class Router(InitializedModule):
             check_count(name, value)
         check_choice("routing", routing, ("softmax", "sigmoid"))
         check_flags(("normalize",), (normalize,))
+        check_number("scale", scale, 0)
         if num_experts % num_groups:
             raise ValueError(
                 "num_experts must be a multiple of num_groups, "

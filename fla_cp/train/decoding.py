@@ -30,6 +30,8 @@ GROUPED_ON_DEVICE = ((9, 0), (10, 0))
 
 def why_eager(model: Decoder) -> str | None:
     """Why steps of the model are not captured in a CUDA graph; None if they can be."""
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return "a graph would not call the hooks of modules"
     weight = model.embedding.weight
     if weight.device.type != "cuda":
         return "only GPUs have CUDA graphs"
@@ -52,11 +54,19 @@ def unsteady_steps(device: torch.device) -> int:
 class Replayed:
     """A call of `step` or, after a few calls, a replay of it. step: returns a tensor, which later
     calls overwrite, and writes only memory that existed before. captured: whether to make a
-    graph, which needs a GPU."""
+    graph, which needs a GPU. places: returns the addresses of memory that a step uses and that
+    other calls may replace. If they have changed, a new graph is made."""
 
-    def __init__(self, step: Callable[[], Tensor], device: torch.device, captured: bool) -> None:
-        self.step, self.device, self.captured = step, device, captured
+    def __init__(
+        self,
+        step: Callable[[], Tensor],
+        device: torch.device,
+        captured: bool,
+        places: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        self.step, self.device, self.captured, self.places = step, device, captured, places
         self.calls = 0
+        self.captured_at: Sequence[int] = ()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.found: Tensor | None = None
@@ -64,6 +74,8 @@ class Replayed:
     def __call__(self) -> Tensor:
         if not self.captured:
             return self.step()
+        if self.graph is not None and self.places() != self.captured_at:
+            self.graph, self.calls = None, 0  # a step may now need other kernels
         self.calls += 1
         if self.calls <= EAGER_CALLS:
             return self._eager()
@@ -93,7 +105,7 @@ class Replayed:
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
         with without_collection(), capture:
             self.found = self.step()
-        self.graph = graph
+        self.graph, self.captured_at = graph, self.places()
 
 
 class DecodeStep:
@@ -101,7 +113,8 @@ class DecodeStep:
 
     tokens: [B] int64, the newest tokens, which a call reads and the caller overwrites in place.
     caches: those of the blocks, which have seen each row's earlier tokens. A call updates them in
-    place. Those of attention must have room for all tokens to come. The constructor moves the
+    place, so that a later call of the model may go on with them, and steps may follow that call.
+    Those of attention must have room for all tokens to come. The constructor moves the
     model's weights, see `fla_cp.nn.decoding.stacked`. impl: "auto", "torch" or "triton", for the
     products.
     """
@@ -115,6 +128,11 @@ class DecodeStep:
         self.blocks = [BlockStep(block, impl) for block in model.blocks]
         self.steps = steps_of(self.blocks, self.caches, weight, impl)
         self.model, self.impl = model, impl
+
+    def places(self) -> list[int]:
+        """The addresses of what recurrent layers keep. Calls of the model replace it."""
+        held = (t for c in self.caches if isinstance(c, RecurrentCache) for t in (c.conv, c.state))
+        return [t.data_ptr() for t in held if t is not None]
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -144,7 +162,8 @@ class Decoding:
     ) -> None:
         self.step, self.choose, self.in_graph, self.shared = step, choose, in_graph, shared
         device = step.tokens.device
-        self.replayed = Replayed(self._chosen if in_graph else step, device, captured)
+        run = self._chosen if in_graph else step
+        self.replayed = Replayed(run, device, captured, step.places)
         self.host: Tensor | None = None
         if device.type == "cuda":
             shape = step.tokens.shape

@@ -62,7 +62,7 @@ def make_mixer(name: str, config: ModelConfig, shape: Shape, layer_idx: int) -> 
             **options,
         )
     if not config.mla_rope:
-        options["rope_theta"] = None
+        options |= {"rope_theta": None, "rope_scaling": None}
     return kind(
         shape.hidden_size,
         shape.num_heads,

@@ -61,8 +61,14 @@ CALLS = {
     ),
     "chunk_simple_gla": lambda **o: compat.chunk_simple_gla(**operands("simple_gla"), **o),
     "fused_recurrent_gated_delta_rule": lambda **o: compat.fused_recurrent_gated_delta_rule(
-        **RULE, A_log=torch.zeros(2), use_gate_in_kernel=True, **o
+        **(RULE | o), A_log=torch.zeros(2), use_gate_in_kernel=True
     ),
+    "fused_recurrent_kda": lambda **o: compat.fused_recurrent_kda(**(operands("kda") | o)),
+    "fused_recurrent_kda_fwd": lambda **o: compat.fused_recurrent_kda_fwd(
+        **(operands("kda") | o), inplace_final_state=False
+    ),
+    "fused_recurrent_delta_rule": lambda **o: compat.fused_recurrent_delta_rule(**(DELTA | o)),
+    "fused_recurrent_comba": lambda **o: compat.fused_recurrent_comba(**operands("comba", **o)),
     "fused_recurrent_gla": lambda **o: compat.fused_recurrent_gla(
         **{"gk" if n == "g" else n: t for n, t in operands("gla").items()}, **o
     ),
@@ -95,6 +101,7 @@ OTHER = {
     "weight": None,
     "elementwise_affine": False,
     "prenorm": True,
+    "beta": torch.rand(1, 70, 2, 8, dtype=F64),
     **{name: torch.zeros(1, dtype=F64) for name in ("gv", "gk", "seq_idx", "residual")},
 }
 

@@ -130,6 +130,52 @@ def test_a_cache_has_rows_and_room(kind):
             layer.make_cache(2, bad)
 
 
+@pytest.mark.parametrize("kind", ["attention", "mla"])
+@torch.no_grad()
+def test_a_cache_and_its_fixed_one_go_on_in_turn(kind):
+    """Each sees the tokens that the other has read, also in joined caches and in errors."""
+    layer, x = made(kind)
+    cache, whole = layer.make_cache(2, TOKENS), layer(x)
+    fixed = cache.fixed()
+    taken = [fixed, cache, fixed, fixed, cache, cache]
+    parts = [layer(part, cache=c) for part, c in zip(x.split(9, 1), taken, strict=False)]
+    assert_exact("y", torch.cat(parts, 1), whole[:, :54])
+    layer(x[:, 54:60], cache=fixed)
+    joined = AttentionCache.joined([cache, fixed])
+    assert joined.written == 60 and not joined.shared
+    y = layer(torch.cat([x, x])[:, 60:], cache=joined)
+    assert_exact("y", y, torch.cat([whole, whole])[:, 60:])
+    with pytest.raises(ValueError, match="cache must have room for 82 tokens, got a capacity of"):
+        layer(x[:, :22], cache=cache)
+
+
+class Quantised(torch.nn.Module):
+    """A projection to zeros whose weight is a method, as in torch.ao, or a tensor of integers."""
+
+    def __init__(self, size, weight):
+        super().__init__()
+        self.size, self.weight = size, weight
+
+    def forward(self, x):
+        return x.new_zeros(*x.shape[:-1], self.size)
+
+
+@pytest.mark.parametrize("kind, name", [("attention", "k_proj"), ("mla", "kv_down")])
+@pytest.mark.parametrize("weight", [lambda: None, torch.ones(2, 2, dtype=torch.int8)])
+def test_a_cache_of_a_quantised_layer(kind, name, weight):
+    """It has the dtype of another parameter, or fp32 if there is none."""
+    layer, x = made(kind)
+    layer, x = layer.bfloat16(), x.bfloat16()
+    setattr(layer, name, Quantised(len(getattr(layer, name).weight), weight))
+    cache = layer.make_cache(2, TOKENS)
+    assert (cache.keys.dtype, cache.values.dtype) == (torch.bfloat16, torch.bfloat16)
+    with torch.no_grad():
+        layer(x, cache=cache)
+    for module in layer.modules():
+        module._parameters.clear()
+    assert layer.make_cache(2, TOKENS).keys.dtype == torch.float32
+
+
 @torch.no_grad()
 def test_a_full_cache_and_an_empty_one_are_named():
     layer, x = made("attention")

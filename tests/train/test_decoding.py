@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from fla_cp.nn.linear_attention import GatedDeltaNet
 from fla_cp.nn.modules import ShortConvolution
 from fla_cp.train.decoding import DecodeStep, Replayed, step_bytes, why_eager
 from fla_cp.train.generate import _joined, generate, make_caches, next_logits
+from tests.support.adapters import CHANGES
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.exported import MODELS, VOCAB, random_model
 
@@ -59,6 +61,30 @@ def test_steps_equal_calls_of_the_model(kind):
             assert_exact("cache", a.double(), b.double())
 
 
+@pytest.mark.parametrize("kind", ["kimi", "qwen", "mla"])
+def test_turns_of_a_chat_share_their_caches(kind):
+    """Prompts and answers follow each other in the caches that the steps were given."""
+    model = random_model(MODELS[kind]).double().eval()
+    tokens = torch.randint(VOCAB, (2, 45), generator=torch.Generator().manual_seed(2))
+    whole, caches = make_caches(model, 2, 45), make_caches(model, 2, 45)
+    next_logits(model, tokens[:, :20], caches)
+    step = DecodeStep(model, caches, 2)
+    for i in range(20, 45):
+        if i in (26, 35):  # the next prompt
+            logits = next_logits(model, tokens[:, i : i + 3], caches)
+        elif i not in (27, 28, 36, 37):
+            step.tokens.copy_(tokens[:, i])
+            logits = step()
+        if i in (25, 26, 34, 35, 44):
+            read = i + 3 if i in (26, 35) else i + 1
+            exact = next_logits(model, tokens[:, :read], make_caches(model, 2, 45))
+            assert_exact(f"logits of token {i}", logits, exact)
+    next_logits(model, tokens, whole)
+    for mine, theirs in zip(caches, whole, strict=True):
+        for a, b in zip(written(mine), written(theirs), strict=True):
+            assert_exact("cache", a.double(), b.double())
+
+
 @pytest.mark.parametrize("kind", ["kimi", "qwen", "gla", "gdp"])
 def test_plain_layers_are_joined(kind):
     model = random_model(KINDS.get(kind) or MODELS[kind])
@@ -81,6 +107,54 @@ def test_watched_modules_are_called():
     y = step()
     assert sorted(seen) == ["q"] * 3 + ["up"] * 3
     assert_exact("logits", y, next_logits(model, step.tokens[:, None], called))
+
+
+NORMS = "norm", "blocks.0.mixer_norm", "blocks.0.ffn_norm"
+LINEAR = "head", "blocks.0.mixer.o_proj", "blocks.0.mixer.g_proj.1", "blocks.1.ffn.down"
+
+
+@pytest.mark.parametrize("place, change", [
+    *((place, change) for place in NORMS for change in ("hooked", "hooked_before")),
+    *((place, change) for place in LINEAR for change in CHANGES),
+])  # fmt: skip
+def test_what_is_not_plain_is_called(place, change):
+    """A step computes what hooks, adapters and biases change, and no graph skips the hooks."""
+    model = random_model(MODELS["kda"]).double().eval()
+    called = filled(model)
+    before = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))()
+    parent, _, name = place.rpartition(".")
+    CHANGES[change](model.get_submodule(parent), name)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    y, wanted = step(), next_logits(model, step.tokens[:, None], called)
+    assert (wanted - before).norm() > 1e-3 * before.norm()
+    assert_exact("logits", y, wanted)
+    assert ("hooks" in why_eager(model)) == change.startswith("hooked")
+
+
+@pytest.mark.parametrize("kind", ["kimi-experts", "qwen-experts", "kda"])
+def test_a_quantised_model_generates(kind):
+    """Its linear layers have no tensor called weight. Steps are calls of its modules."""
+    exact = random_model(KINDS[kind]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated (torch 2.10 to 2.13)
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(exact), {torch.nn.Linear})
+    called = filled(model)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    step.tokens.copy_(torch.tensor([3, 60, 9]))
+    y, full = step(), next_logits(exact, step.tokens[:, None], filled(exact))
+    wanted = next_logits(model, step.tokens[:, None], called)
+    torch.testing.assert_close(y, wanted, atol=1e-3, rtol=1e-3)
+    assert (y - full).norm() < 0.2 * full.norm()
+    found, _ = generate(model, PROMPTS, 4)
+    assert [len(tokens) for tokens in found] == [4] * 3
+
+
+def test_a_norm_without_a_weight_is_called():
+    model = random_model(MODELS["kda"]).double().eval()
+    model.norm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    called = filled(model)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    assert_exact("logits", step(), next_logits(model, step.tokens[:, None], called))
 
 
 def test_weights_move_once_and_keep_their_values():
@@ -197,7 +271,7 @@ def test_a_step_does_what_a_class_overrides(layer_class):
         layer(norm(x[:, :2]), cache=cache)
         same, y = copy.deepcopy(cache), x[:, 2].clone()
         wanted = y + layer(norm(x[:, 2:]), cache=cache)[:, 0]
-        if not RecurrentStep.fits(layer):
+        if not RecurrentStep.fits(layer, norm):
             assert layer_class is HalfGated
             return
         step = RecurrentStep(layer, norm)
@@ -277,3 +351,41 @@ def test_a_capture_meets_no_garbage(monkeypatch):
     replayed = Replayed(step, torch.device("cpu"), True)
     replayed._capture()
     assert meanwhile[0]() is not None and gc.isenabled()
+
+
+@pytest.mark.parametrize("prompt", [3, 70])
+def test_a_graph_is_made_anew_where_a_prompt_moved_the_states(prompt, monkeypatch):
+    """A replay uses the memory that the graph was captured with. A stand-in for graphs checks that
+    the states are still there."""
+    graphs = []
+
+    class Graph:
+        def __init__(self):
+            graphs.append(self)
+
+        def replay(self):
+            assert step.places() == self.places
+            kept.copy_(step())
+
+    class Capture(nullcontext):
+        def __exit__(self, *error):
+            graphs[-1].places = step.places()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: Capture())
+    model = random_model(MODELS["kimi"]).double().eval()
+    caches = make_caches(model, 1, 200)
+    next_logits(model, torch.arange(5)[None], caches)
+    step, kept = DecodeStep(model, caches, 1), torch.zeros(1, VOCAB, dtype=torch.float64)
+    recorded = Replayed(lambda: kept, torch.device("cpu"), True, step.places)
+    recorded._eager = step  # without a stream
+    for _ in range(5):
+        recorded()
+    assert len(graphs) == 1
+    next_logits(model, torch.arange(prompt)[None], caches)
+    wanted = next_logits(model, step.tokens[:, None], copy.deepcopy(caches))
+    assert_exact("logits", recorded(), wanted)
+    for _ in range(3):
+        recorded()
+    assert len(graphs) == 2
