@@ -55,6 +55,10 @@ FOLDERS = {
         "qwen3_next",
         QWEN | {"mlp_only_layers": [0], "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
     ),
+    "qwen-width": (
+        "qwen3_next",
+        QWEN | {"mlp_only_layers": [0], "hidden_size": 224, "intermediate_size": 1856},
+    ),
     "qwen-yarn": ("qwen3_next", QWEN | {"rope_parameters": YARN, "max_position_embeddings": 64}),
 }
 """Models that our decoder expresses, as transformers makes and writes them."""
