@@ -33,7 +33,7 @@ from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
-from fla_cp.train.ending import ended
+from fla_cp.train.ending import ended, say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
@@ -418,6 +418,22 @@ def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     check_picture(given.out)
 
 
+def _publish(results: Results, out: Path) -> None:
+    """Writes the figures and the picture, and then prints the figures, which nobody may read.
+
+    Raises UserError, after the figures are printed, for a file that cannot be written.
+    """
+    lines = [report(results)]
+    try:
+        _write(results, path := out.with_suffix(".json"))
+        lines.append(f"figures: {path}")
+        if results.by_position or results.needle:  # the perplexity of a text is no curve
+            draw(results, out)
+            lines.append(f"picture: {out}")
+    finally:
+        say("\n".join(lines))
+
+
 def _write(results: Results, path: Path) -> None:
     """Writes the figures as JSON. Raises UserError for a file that cannot be written."""
     figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
@@ -425,7 +441,6 @@ def _write(results: Results, path: Path) -> None:
         path.write_text(figures, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: cannot write {path}: {error.strerror}") from None
-    print(f"figures: {path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -438,11 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:
-            print(report(results))
-            _write(results, given.out.with_suffix(".json"))
-            if results.by_position or results.needle:  # the perplexity of a text is no curve
-                draw(results, given.out)
-                print(f"picture: {given.out}")
+            _publish(results, given.out)
     except (UserError, Damaged) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
+import os
 import subprocess
 from itertools import pairwise
 
@@ -200,6 +201,27 @@ def test_figures_that_cannot_be_written_are_printed_and_told_in_one_line(tmp_pat
     said = capsys.readouterr()
     assert "perplexity of the text: " in said.out
     assert f"error: --out: cannot write {tmp_path / 'a.json'}: Is a directory" in said.err
+
+
+def test_figures_that_nobody_reads_are_written(tmp_path):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    program = "import sys; from fla_cp.train.cli import run_evaluate; sys.exit(run_evaluate())"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*warm_python(), "-c", program, str(tmp_path / "run"), *OPTIONS.split()]
+        + ["--out", str(tmp_path / "a.png")],
+        env=environment(),
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert "Broken pipe" not in done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "a.json").read_text())["loss"] > 0
 
 
 def test_the_page_has_every_option(capsys):
