@@ -32,6 +32,9 @@ PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors of a written shard, at most, as transformers has it."""
 
+_COMPARED_BYTES = 64 * 2**20
+"""Bytes of a tensor that `check_copies` reads at a time, at most, but one row at least."""
+
 _MAPPED_BYTES = 256 * 2**20
 """Bytes after which a shard is closed and opened again, since pages that were read stay mapped."""
 
@@ -147,6 +150,32 @@ class TensorFolder:
             if name not in heads[file]:
                 raise ValueError(f"{self.path / file} has no {name}, for which {INDEX} names it")
         return {name: heads[file][name] for name, file in places.items()}
+
+
+def check_copies(
+    folder: TensorFolder, copies: Mapping[str, str], advice: str, rows: range | None = None
+) -> None:
+    """Raises ValueError for a head of the folder that differs from the embedding that it is tied
+    to. transformers loads such a folder with a head of its own.
+
+    copies: names of heads, which the folder need not have -> of which tensor each is a copy, of the
+    same shape. advice: what to do about a head that differs. rows: the rows that are compared; None
+    for all. A few of them are held at a time.
+    """
+    for name, other in copies.items():
+        if name not in folder.tensors:
+            continue
+        stored = folder.tensors[name]
+        compared = range(stored.shape[0]) if rows is None else rows
+        step = max(1, _COMPARED_BYTES * stored.shape[0] // max(1, stored.nbytes))
+        for begin in compared[::step]:
+            end = min(begin + step, compared.stop)
+            head, embedding = (folder.read(x, begin, end).double() for x in (name, other))
+            if not torch.equal(head, embedding):
+                raise ValueError(
+                    f"{name} in {folder.path} must equal {other} or be left out, because the "
+                    f"model's head is tied to its embedding, but they differ; {advice}"
+                )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

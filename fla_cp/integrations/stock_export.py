@@ -39,8 +39,8 @@ def export_stock(
     for each. dtype: of the weights; decays and biases of routers stay float32. shard_bytes: see
     `write_tensors`. Held are the tensors of one file and one parameter, for example the experts of
     a layer.
-    Raises ValueError for a folder that is gone or that `read_config_json` refuses, and for an `out`
-    that has files.
+    Raises ValueError for a folder that is gone or that `read_config_json` or `weights_of` refuses,
+    and for an `out` that has files.
     """
     config = read_config_json(folder)
     stock = open_stock(folder)

@@ -20,6 +20,9 @@ TOKENIZER_PATTERNS = (
     *("*.model", "*.tiktoken", "chat_template*", "*chat_templates/*.jinja"),
 )
 """Files of a tokenizer. Kimi Linear has its vocabulary in tiktoken.model."""
+UNTIE = "if the head is its own, set tie_word_embeddings in config.json to false"
+"""Advice about a folder whose config.json says a tied head, but which has another one; see
+`check_copies`."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
 _NEUTRAL = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -133,10 +133,13 @@ def _runs(numbers: Tensor, most: int) -> Iterator[tuple[int, int, int, int]]:
 @dataclass(frozen=True)
 class Layout:
     """targets: of all parameters and persistent buffers, in the model's order. ignored: published
-    tensors that transformers leaves out as well, such as heads that predict several tokens."""
+    tensors that transformers leaves out as well, such as heads that predict several tokens. copies:
+    the published head, if there is one and it is tied -> the published embedding; see
+    `check_copies`."""
 
     targets: tuple[Target, ...]
     ignored: tuple[str, ...]
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 def layout_of(model: Any, shapes: Mapping[str, Shape]) -> Layout:
@@ -166,7 +169,11 @@ def layout_of(model: Any, shapes: Mapping[str, Shape]) -> Layout:
             targets.append(_target(model, name, shape, *found[name], shapes))
         elif name not in tied_names(model):
             raise ValueError(f"{name} of {type(model).__name__} is missing among the weights")
-    return Layout(tuple(targets), tuple(ignored))
+    copies = {}
+    if "lm_head.weight" in tied_names(model) & found.keys():
+        published = {target.name: target.sources[0][0] for target in targets}
+        copies[published["lm_head.weight"]] = published["model.embed_tokens.weight"]
+    return Layout(tuple(targets), tuple(ignored), copies)
 
 
 def published_shapes(model: Any) -> dict[str, Shape]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.integrations.safetensors_folder import TensorFolder, check_copies
+from fla_cp.integrations.stock_folder import UNTIE
 from fla_cp.integrations.stock_layout import Layout, layout_of, published_shapes
 
 
@@ -41,7 +42,8 @@ def weights_of(stock: Any, folder: str | os.PathLike[str]) -> tuple[TensorFolder
     """The folder's tensors, and where those of the modules stand among them.
 
     stock: what `open_stock` returns, before anything changes its modules. Raises ValueError for
-    weights that are missing, quantised, damaged or of another model.
+    weights that are missing, quantised, damaged or of another model, and for a head that differs
+    from the embedding that it is tied to, which `check_copies` compares.
     """
     stored = TensorFolder(folder)
     for name, tensor in stored.tensors.items():
@@ -49,7 +51,10 @@ def weights_of(stock: Any, folder: str | os.PathLike[str]) -> tuple[TensorFolder
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{name} must not be quantised, got {kind}")
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-    return stored, layout_of(stock, shapes)
+    layout = layout_of(stock, shapes)
+    check_copies(stored, layout.copies, UNTIE)
+    stored.close()
+    return stored, layout
 
 
 def written_layout(stock: Any) -> Layout:

@@ -75,6 +75,12 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings]
 
 
+def check_seed(name: str, seed: int) -> None:
+    """Raises ValueError for a seed that PyTorch's generators do not take. name: of the argument."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"{name} must be from -2^63 to 2^64 - 1, got {seed}")
+
+
 def file_among(*paths: Path) -> Path | None:
     """The first of these paths that exists and is no folder; None if there is none."""
     return next((p for p in paths if os.path.exists(p) and not os.path.isdir(p)), None)

@@ -34,6 +34,7 @@ from fla_cp.train.model import shape_of
 from fla_cp.train.optim import Stepper, learning_rate
 from fla_cp.train.untrusted import CheckedReader, check_places, reading
 from fla_cp.train.waiting_bars import shown
+from fla_cp.train.whole_paths import same_path, with_whole_paths
 
 FORMAT = 2
 """Version of trainer.json. Format 1 had no checksums, and only the shape among the model's options.
@@ -236,8 +237,8 @@ def facts(
 ) -> dict[str, Any]:
     """The options that a resumed run should share with the run before, as JSON values.
 
-    packs: how much data there is, see `Packs.extent`. The folder of a model of transformers is
-    among the options, but a resumed run may have it elsewhere.
+    packs: how much data there is, see `Packs.extent`. Paths are whole. The folder of a model of
+    transformers is among the options, but a resumed run may have it elsewhere.
 
     Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
     without being listed anywhere.
@@ -245,7 +246,7 @@ def facts(
     folder = config.model.folder
     shape = asdict(shape_of(config.model)) if folder is None else folder_facts(folder)
     model = {**asdict(config.model), "vocab_size": vocab_size, **shape}
-    data = {**asdict(config.data), "seed": config.run.seed, "packs": packs}
+    data = {**asdict(with_whole_paths(config.data)), "seed": config.run.seed, "packs": packs}
     data["dtype"] = str(dtype).removeprefix("torch.")
     return json.loads(
         json.dumps(
@@ -309,7 +310,7 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
         if name in POSITIONS
     ]
     for name, value in now["data"].items():
-        if name in record["data"] and record["data"][name] != value:
+        if name in record["data"] and not same_path(name, record["data"][name], value):
             flag = _OTHER_FLAGS.get(name, f"--data.{name.replace('_', '-')}")
             was = record["data"][name]
             notes.append(f"the resumed run's data differ: {flag} is {value}, was {was}")

@@ -4,8 +4,9 @@ The columns of a row say what it is: text ("text"), an instruction ("prompt" and
 conversation ("messages"). `--data.column` names another column, of strings or of conversations.
 
 About 3% of the documents are held out: the files or rows that a hash chooses, or the `validation`
-split of a saved DatasetDict. If the hash leaves a split without documents, the last 3% of each
-file's bytes are held out instead, or the last 3% of the rows.
+split of a saved DatasetDict or of files that are named after splits. If the hash leaves a split
+without documents, the last 3% of each file's bytes are held out instead, or the last 3% of the
+rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,7 +31,10 @@ PIECE_BYTES = 1 << 20
 bytes."""
 
 VALIDATION = ("validation", "valid", "test")
-"""Names of the split of a DatasetDict that is held out. The first one that exists is taken."""
+"""Names of the split that is held out. The first one that exists is taken."""
+
+_SPLIT_FILE = re.compile(r"(train|validation|valid|test)([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?")
+"""The name, without its ending, of a file that has a split or a part of one."""
 
 
 class Documents(Protocol):
@@ -142,11 +147,13 @@ class RowDocuments:
     """Rows of a data set on disk, read through `datasets`.
 
     path: a folder that `save_to_disk` wrote, a .parquet or .jsonl file, or a folder with such files
-    of one kind. column: a column to read instead of those that the module names. split: as in
-    `TextDocuments`. cache: folder for the memory-mapped form of jsonl and parquet files.
-    column_flag: the program's option for the column, for errors. Processes that receive this object
-    open the rows themselves. Raises ValueError for a path or columns that do not fit, and for an
-    empty split.
+    of one kind. If these are named after splits, such as train-00000-of-00002.parquet, they are
+    splits as in a DatasetDict. column: a column to read instead of those that the module names.
+    split: as in `TextDocuments`; None reads the split train of several. cache: folder for the
+    memory-mapped form of jsonl and parquet files. column_flag: the program's option for the column,
+    for errors. Processes that receive this object open the rows themselves.
+    Raises ValueError for a path or columns that do not fit, for splits without one named train, for
+    files of which only some are named after splits, and for an empty split.
     """
 
     def __init__(
@@ -160,7 +167,7 @@ class RowDocuments:
         needs_extra("--data hf:PATH", "datasets")
         self.path, self.cache, self.split = path, cache, split
         self.form, self.columns = _columns(self._rows, column, path, column_flag)
-        total = hashlib.sha256(f"rows {self.columns} {self._separate}".encode())
+        total = hashlib.sha256(f"rows {self.columns} {self._opened[1] or False}".encode())
         for file in sorted(file for file in _stored(path) if file.is_file()):
             facts = file.stat()
             total.update(
@@ -177,8 +184,8 @@ class RowDocuments:
         return {k: v for k, v in self.__dict__.items() if k not in ("_opened", "_indices")}
 
     @cached_property
-    def _opened(self) -> tuple[Any, bool]:
-        """The rows, and whether the held-out rows are a split of their own."""
+    def _opened(self) -> tuple[Any, str | None]:
+        """The rows, and the name of their split, if the held-out rows are a split of their own."""
         return _open_rows(self.path, self.split, self.cache)
 
     @property
@@ -187,7 +194,7 @@ class RowDocuments:
 
     @property
     def _separate(self) -> bool:
-        return self._opened[1]
+        return self._opened[1] is not None
 
     @cached_property
     def _indices(self) -> np.ndarray:
@@ -224,7 +231,7 @@ def _stored(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("*"))
 
 
-def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]:
+def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, str | None]:
     """Opens the rows of `RowDocuments`; see `RowDocuments._opened` for the result."""
     import datasets
 
@@ -233,15 +240,12 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
     if (path / "dataset_dict.json").is_file():
         with _errors(path, saved):
             names = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        if "train" not in names:
-            raise ValueError(f"hf: {path} must have a split named train, got {', '.join(names)}")
-        valid = next((name for name in VALIDATION if name in names), None)
-        name = valid if valid is not None and split == "valid" else "train"
+        name, separate = _chosen(path, names, split)
         with _errors(path, saved):
-            return datasets.load_from_disk(str(path / name)), valid is not None
+            return datasets.load_from_disk(str(path / name)), name if separate else None
     if (path / "state.json").is_file():
         with _errors(path, saved):
-            return datasets.load_from_disk(str(path)), False
+            return datasets.load_from_disk(str(path)), None
     files = [path] if path.is_file() else sorted(path.glob("*"))
     kinds = {
         kind: [str(file) for file in files if file.suffix == kind]
@@ -254,11 +258,43 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
             f"of one kind, got {' and '.join(kinds) or 'neither'} at {path}"
         )
     ((kind, found),) = kinds.items()
+    named = None
+    if not path.is_file() and (splits := _by_split(path, found)):
+        name, separate = _chosen(path, list(splits), split)
+        found, named = splits[name], name if separate else None
     read = datasets.Dataset.from_parquet if kind == ".parquet" else datasets.Dataset.from_json
     if not any(os.path.getsize(file) for file in found):
         raise ValueError(f"hf: the {kind} files of {path} must have rows, got empty files")
     with _errors(path, kind[1:]):
-        return read(found, cache_dir=str(cache / "datasets")), False
+        return read(found, cache_dir=str(cache / "datasets")), named
+
+
+def _by_split(path: Path, files: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each split of a folder, if they are named after splits; otherwise {}. Raises
+    ValueError if only some of them are."""
+    splits: dict[str, list[str]] = {}
+    others = []
+    for file in files:
+        if match := _SPLIT_FILE.fullmatch(Path(file).stem.lower()):
+            splits.setdefault(match[1], []).append(file)
+        else:
+            others.append(Path(file).name)
+    if splits and others:
+        first = Path(next(iter(splits.values()))[0]).name
+        raise ValueError(
+            f"hf: the files of {path} must all be named after splits (train, validation, valid or "
+            f"test, and perhaps a number), or none of them, got {first} and {others[0]}"
+        )
+    return splits
+
+
+def _chosen(path: Path, names: Sequence[str], split: Split | None) -> tuple[str, bool]:
+    """The name of the split to read, and whether the held-out rows are a split of their own.
+    names: those of the splits that there are. Raises ValueError if none is named train."""
+    if "train" not in names:
+        raise ValueError(f"hf: {path} must have a split named train, got {', '.join(names)}")
+    valid = next((name for name in VALIDATION if name in names), None)
+    return (valid if valid is not None and split == "valid" else "train"), valid is not None
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The end of a rank: as Python ends, but without taking the interpreter apart.
+"""The end of a rank: as Python ends, but without taking the interpreter apart. And output that may
+have no reader any more.
 
 After a run, threads of process groups are still alive, because torch (2.13) keeps a group once it
 was given to an operator. If such a thread frees a Python object while the interpreter is taken
@@ -21,6 +22,17 @@ from fla_cp.train.parent import is_rank
 def ended(code: int) -> int:
     """Leaves if a launcher started this process as a rank, and returns the code otherwise."""
     return leave(code) if is_rank() else code
+
+
+def say(text: str) -> None:
+    """Prints a text on stdout at once. If nobody reads it, as behind `| head -1`, it is lost."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python writes what is left when it ends, which would fail once more.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def leave(code: int) -> NoReturn:

@@ -33,7 +33,7 @@ from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
-from fla_cp.train.ending import ended
+from fla_cp.train.ending import ended, say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
@@ -287,7 +287,7 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
         if (ranks.rank == 0) == turn:
             try:
                 options = Reading(tokenizer, column, given.cache, column_flag="--column")
-                data = build_dataset(source, length, "valid", given.seed, options)
+                data = build_dataset(source, length, "valid", _data_seed(given, subject), options)
                 head = data.head(given.packs)
                 found = [head[i] for i in range(len(head))]
                 _check_tokens("--data", data.vocab_size, subject)
@@ -298,6 +298,13 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
         if problem:
             raise UserError(problem)
     return found
+
+
+def _data_seed(given: Any, subject: Subject) -> int:
+    """The seed of the held-out data: by default the run's for its own data, so that they are those
+    of its evaluations, and otherwise 0."""
+    own = subject.data.get("seed", 0) if given.data is None else 0
+    return own if given.seed is None else given.seed
 
 
 def _check_tokens(what: str, tokens: int, subject: Subject) -> None:
@@ -343,7 +350,7 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
         _check_tokens("--needle", VOCAB_SIZE, subject)
         depths = [i / max(1, given.needle_depths - 1) for i in range(given.needle_depths)]
         results.needle = needle_recall(
-            subject.model, given.needle, depths, given.needle_count, ranks, given.seed
+            subject.model, given.needle, depths, given.needle_count, ranks, given.seed or 0
         )
     return results
 
@@ -380,8 +387,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--needle-depths", type=int, default=5, help=depths)
     count = "needles for each length and depth (default: %(default)s)"
     parser.add_argument("--needle-count", type=int, default=8, help=count)
-    seed = "seed of the needles and of random data (default: %(default)s)"
-    parser.add_argument("--seed", type=int, default=0, help=seed)
+    seed = (
+        "seed of the held-out data and of the needles; default: the run's for its own data, else 0"
+    )
+    parser.add_argument("--seed", type=int, help=seed)
     cp = "ranks that share each sequence, as many as torchrun starts (default: %(default)s)"
     parser.add_argument("--cp", type=int, default=1, help=cp)
     device = "auto, the default, takes GPUs if there are any"
@@ -398,16 +407,31 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     least = {"packs": 0, "needle_depths": 1, "needle_count": 1, "seed": 0, "cp": 1}
-    if given.seq_len is not None:
-        least["seq_len"] = 2  # one token has no context
+    least["seq_len"] = 2  # one token has no context
     for name, value in least.items():
-        if getattr(given, name) < value:
+        if getattr(given, name) is not None and getattr(given, name) < value:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
     if not given.packs and given.text is None and not given.needle:
         raise UserError("--packs must be at least 1 without --text and --needle, got 0")
     check_ranks(given.cp, "fla-cp-evaluate", argv)
     check_picture(given.out)
+
+
+def _publish(results: Results, out: Path) -> None:
+    """Writes the figures and the picture, and then prints the figures, which nobody may read.
+
+    Raises UserError, after the figures are printed, for a file that cannot be written.
+    """
+    lines = [report(results)]
+    try:
+        _write(results, path := out.with_suffix(".json"))
+        lines.append(f"figures: {path}")
+        if results.by_position or results.needle:  # the perplexity of a text is no curve
+            draw(results, out)
+            lines.append(f"picture: {out}")
+    finally:
+        say("\n".join(lines))
 
 
 def _write(results: Results, path: Path) -> None:
@@ -417,7 +441,6 @@ def _write(results: Results, path: Path) -> None:
         path.write_text(figures, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: cannot write {path}: {error.strerror}") from None
-    print(f"figures: {path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -430,11 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:
-            print(report(results))
-            _write(results, given.out.with_suffix(".json"))
-            if results.by_position or results.needle:  # the perplexity of a text is no curve
-                draw(results, given.out)
-                print(f"picture: {given.out}")
+            _publish(results, given.out)
     except (UserError, Damaged) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

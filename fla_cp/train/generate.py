@@ -32,7 +32,7 @@ from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
-from fla_cp.train.arguments import Parser
+from fla_cp.train.arguments import Parser, check_seed
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
@@ -52,6 +52,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 PREFILL_CHUNK = 2048
 """How many tokens of a prompt go through the model at once."""
+
+COLDEST = torch.finfo(torch.float32).tiny
+"""The smallest temperature above 0; the reciprocal of a smaller one may be inf in fp32."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,10 @@ class Sampling:
         """[B] token ids from logits [B, vocabulary]."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        chances, ids = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
+        # The largest becomes 0, so that quotients overflow to -inf at most, whose chance is 0.
+        below = logits.float() - logits.amax(-1, keepdim=True)
+        chances = (below / max(self.temperature, COLDEST)).softmax(-1)
+        chances, ids = chances.sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)
         # The index of the largest quotient is a draw from these probabilities. Unlike
@@ -213,9 +219,10 @@ def generate(
     chunk of a prompt. All of them call this with the same arguments, have the same weights and
     return the same. on_tokens: is called with the next token of each row, and None for rows that
     have stopped.
-    Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
-    counts below 1.
+    Raises ValueError for a prompt without tokens, for tokens that the model does not have, for
+    counts below 1, and for a seed that generators of PyTorch do not take.
     """
+    check_seed("seed", seed)
     _check(prompts, len(model.embedding.weight))
     for name, count in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
         if count < 1:
@@ -460,6 +467,7 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         raise UserError("--prompt or --prompt-file must be given")
     if given.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens must be at least 1, got {given.max_new_tokens}")
+    check_seed("--seed", given.seed)
     sampling = Sampling(given.temperature, given.top_p)
     options = {"trust": given.trust_checkpoint, "tokenizer_folder": given.tokenizer}
     model, tokenizer, ends = load(given.run, device, ranks=ranks, **options)

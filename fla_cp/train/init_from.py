@@ -10,7 +10,7 @@ import torch
 
 from fla_cp.integrations.layouts import Layout, layout_of
 from fla_cp.integrations.layouts.match import check_folder
-from fla_cp.integrations.safetensors_folder import TensorFolder, check_is_folder
+from fla_cp.integrations.safetensors_folder import TensorFolder, check_copies, check_is_folder
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.model import Decoder
@@ -65,30 +65,13 @@ class InitialFolder:
         reads no others. Raises UserError, on all ranks, for files that cannot be read. Collective.
         """
         problem = ""
-        parameters = dict(model.named_parameters())
         try:
-            read_into(model, self.layout, self.folder)
-            problem = self._differing_copy(parameters)
+            read_into(model, self.layout, self.folder, "say --model.tie-embeddings False")
         except (ValueError, OSError) as error:
             problem = str(error)
         finally:
             self.folder.close()
         self._agree(problem)
-
-    def _differing_copy(self, parameters: dict[str, torch.nn.Parameter]) -> str:
-        """A tensor that the decoder has tied to another one, but the folder not; "" for none."""
-        for name, other in self.layout.copies.items():
-            if name not in self.folder.tensors:
-                continue
-            (run,) = self.layout.tensors[other].runs
-            rows = owned_rows(parameters[run.own])
-            both = [self.folder.read(one, rows.start, rows.stop) for one in (name, other)]
-            if not torch.equal(*both):
-                return (
-                    f"{name} in {self.path} must equal {other}, because this run's head is tied to "
-                    "its embedding; say --model.tie-embeddings False"
-                )
-        return ""
 
     def _agree(self, problem: str) -> None:
         problem = self.ranks.first_problem(problem)
@@ -97,8 +80,12 @@ class InitialFolder:
 
 
 @torch.no_grad()
-def read_into(model: Decoder, layout: Layout, folder: TensorFolder) -> None:
-    """Reads this rank's rows of each parameter and buffer, one tensor after the other."""
+def read_into(model: Decoder, layout: Layout, folder: TensorFolder, advice: str) -> None:
+    """Reads this rank's rows of each parameter and buffer, one tensor after the other.
+
+    Raises ValueError, on ranks that read such rows, for a head that differs from the embedding that
+    it is tied to. advice: what to do about it.
+    """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with shown("loading weights", len(layout.own), "tensors") as update:
         for name in layout.own:
@@ -106,3 +93,4 @@ def read_into(model: Decoder, layout: Layout, folder: TensorFolder) -> None:
             rows = owned_rows(whole)
             local_tensor(whole).copy_(layout.read_rows(folder, name, rows.start, rows.stop))
             update()
+    check_copies(folder, layout.copies, advice, owned_rows(model.embedding.weight))

@@ -13,7 +13,7 @@ computed directly.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, lcm
@@ -59,6 +59,19 @@ def parse_mixture(spec: str) -> list[tuple[str, Fraction]]:
             f"{sum(counts)} for {':'.join(map(str, counts))}; round the weights"
         )
     return mixed
+
+
+def changed_sources(spec: str, change: Callable[[str], str]) -> str:
+    """The spec with each source changed, and with its weights as they are written.
+
+    spec: one that `parse_mixture` takes.
+    """
+    parts = _BORDER.split(spec)
+    if len(parts) == 1:
+        return change(spec)
+    matches = [_WEIGHT.search(part) for part in parts]
+    cuts = [len(part) if m is None else m.start() for part, m in zip(parts, matches, strict=True)]
+    return ",".join(change(part[:at]) + part[at:] for part, at in zip(parts, cuts, strict=True))
 
 
 def round_counts(weights: Sequence[Fraction]) -> list[int]:

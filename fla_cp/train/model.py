@@ -77,8 +77,12 @@ class Shape:
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of SwiGLU, a multiple of 64."""
-        return 64 * math.ceil(self.hidden_size * self.ffn_ratio / 64)
+        """Inner width of SwiGLU: ffn_ratio times hidden_size, rounded up to a multiple of 64.
+
+        A ratio of n / hidden_size gives n, if n is a multiple of 64, whatever rounding did to it.
+        """
+        blocks = self.hidden_size * self.ffn_ratio / 64
+        return 64 * math.ceil(blocks * (1 - 1e-12))
 
     @property
     def expert_width(self) -> int:

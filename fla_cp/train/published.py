@@ -22,6 +22,7 @@ from fla_cp.integrations.layouts.match import (
     read_config,
 )
 from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.integrations.stock_folder import UNTIE
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.init_from import read_into
@@ -89,18 +90,25 @@ def _described(path: Path, config: dict[str, Any]) -> tuple[Decoder, Layout]:
 
 
 def load_published(path: Path, device: torch.device) -> Decoder:
-    """The model of the folder in float32, for evaluation. Raises UserError as `open_published`."""
+    """The model of the folder in float32, for evaluation.
+
+    Raises UserError as `open_published`, for weights that cannot be read, and for a head that
+    differs from the embedding that it is tied to.
+    """
     model, layout, folder = open_published(path)
     give_memory(model, torch.device("cpu"))
-    _fill(model, layout, folder)
+    if problem := _filling(model, layout, folder):
+        raise UserError(problem)
     return model.to(device).eval()
 
 
 def load_published_shards(path: Path, ranks: Ranks, dtype: torch.dtype) -> Decoder:
-    """The same model, of which each rank holds its shard only. Collective."""
+    """The same model, of which each rank holds its shard only. Raises UserError, on all ranks, as
+    `load_published`. Collective."""
     model, layout, folder = open_published(path)
     allocate(model, ranks, dtype)
-    _fill(model, layout, folder)
+    if problem := ranks.first_problem(_filling(model, layout, folder)):
+        raise UserError(problem)
     model.eval()
     return model
 
@@ -125,13 +133,15 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _fill(model: Decoder, layout: Layout, folder: TensorFolder) -> None:
+def _filling(model: Decoder, layout: Layout, folder: TensorFolder) -> str:
+    """Reads this rank's weights; returns why it cannot, or ""."""
     try:
-        read_into(model, layout, folder)
+        read_into(model, layout, folder, UNTIE)
     except (ValueError, OSError) as error:
-        raise UserError(f"HF_DIR {folder.path}: {error}") from None
+        return f"HF_DIR {folder.path}: {error}"
     finally:
         folder.close()
+    return ""
 
 
 def _understood(path: Path, config: Mapping[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import to_toml
 from fla_cp.train.progress import announced
+from fla_cp.train.whole_paths import with_whole_paths
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,9 @@ def _home(found: Sequence[Path]) -> Path | None:
 
 
 def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:
-    """Makes and locks the folder and writes config.toml, on rank 0. Raises UserError on all ranks.
-    A comparison in the folder of a run leaves the run's own config.toml.
+    """Makes and locks the folder and writes config.toml, on rank 0, with whole paths of the data
+    and the tokenizer. Raises UserError on all ranks. A comparison in the folder of a run leaves the
+    run's own config.toml.
 
     To be called once the configuration is known to be valid: until then config.toml must stay,
     since a run that refuses to resume advises to use it.
@@ -161,8 +163,8 @@ def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> No
             lock.take(run)
             if config.parity.check and _holds_run(run):
                 return
-            text = to_toml(dataclasses.replace(config, run=resolved))
-            (run / "config.toml").write_text(text, encoding="utf-8")
+            stored = dataclasses.replace(config, run=resolved, data=with_whole_paths(config.data))
+            (run / "config.toml").write_text(to_toml(stored), encoding="utf-8")
             restart.claim(run, launchers)
 
     ranks.decide(begin)

@@ -250,6 +250,33 @@ def test_sizes_and_overrides():
     assert shape == dataclasses.replace(SHAPES["340M"], layers=2, tie_embeddings=True)
 
 
+def test_a_ratio_gives_the_inner_width_that_it_was_made_of():
+    """Rounding made 1920 of 1856 with a hidden size of 224, as of many others."""
+    tiny = SHAPES["tiny"]
+    for hidden in range(32, 4097, 96):
+        for width in range(64, 16385, 64):
+            shape = dataclasses.replace(tiny, hidden_size=hidden, ffn_ratio=width / hidden)
+            assert shape.ffn_size == width
+    assert dataclasses.replace(tiny, hidden_size=224, ffn_ratio=1857 / 224).ffn_size == 1920
+
+
+def test_inner_widths_of_named_sizes_stay():
+    """Checkpoints have matrices of these widths."""
+    found = {name: shape.ffn_size for name, shape in SHAPES.items()}
+    assert found == {
+        "tiny": 384,
+        "340M": 2752,
+        "1.3B": 5504,
+        "kimi-linear-small": 3072,
+        "qwen3-next-small": 2560,
+        "kimi-linear": 9216,
+        "qwen3-next": 5120,
+    }
+    for hidden in range(1, 3000):  # 8/3 of it
+        shape = dataclasses.replace(SHAPES["tiny"], hidden_size=hidden)
+        assert shape.ffn_size == -(-hidden * 8 // (3 * 64)) * 64
+
+
 def test_learning_rate_warms_up_and_decays_to_its_minimum():
     config = OptimConfig(lr=1.0, warmup_steps=4, min_lr_ratio=0.1)
     rates = [learning_rate(config, step, 10) for step in range(1, 11)]

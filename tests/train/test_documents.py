@@ -95,6 +95,67 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
             read()
 
 
+@pytest.mark.parametrize(
+    "names, train, valid",
+    [
+        (("train", "validation", "test"), [0], 1),
+        (("test", "train"), [1], 0),
+        (("train-00000-of-00002", "train-00001-of-00002", "valid-00000-of-00001"), [0, 1], 2),
+        (("test-00000-of-00001-a09b74b3ef9c3b56", "Train_0", "train_1"), [1, 2], 0),
+        (("train-00000-of-00002", "train-00001-of-00002"), [0, 1], None),
+        (("a", "trained", "testing"), [0, 1, 2], None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_files_that_are_named_after_splits_are_splits(kind, names, train, valid, tmp_path):
+    """As many rows in each, of which the tokens of one split must not serve for another one."""
+    texts = {i: [f"{i} {j}" for j in range(40)] for i in range(len(names))}
+    for i, name in enumerate(names):
+        table = datasets.Dataset.from_dict({"text": texts[i]})
+        write = table.to_parquet if kind == "parquet" else table.to_json
+        write(str(tmp_path / f"{name}.{kind}"))
+    found = {split: rows(tmp_path, split, tmp_path / "cache") for split in ("train", "valid", None)}
+    wanted = [text for i in train for text in texts[i]]
+    if valid is None:
+        assert sorted(found["train"] + found["valid"]) == sorted(wanted) and found["valid"]
+        assert sorted(found[None]) == sorted(wanted)
+    else:
+        assert found == {"train": wanted, "valid": texts[valid], None: wanted}
+    digests = [
+        RowDocuments(tmp_path, None, split, tmp_path / "cache").digest
+        for split in ("train", "valid")
+    ]
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (
+            ("train", "val"),
+            "must all be named after splits .*, or none .*train.jsonl and val.jsonl",
+        ),
+        (("books", "test"), "must all be named after splits .*, got test.jsonl and books.jsonl"),
+        (("test", "validation"), "must have a split named train, got test, validation"),
+    ],
+)
+def test_unclear_splits_of_files_are_refused(names, message, tmp_path):
+    for name in names:
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "a"}] * 3)
+    with pytest.raises(ValueError, match=message):
+        rows(tmp_path, "train", tmp_path / "cache")
+    # a file by itself is read whatever its name
+    assert rows(tmp_path / f"{names[-1]}.jsonl", None, tmp_path / "cache") == ["a"] * 3
+
+
+def test_splits_of_as_many_rows_have_digests_of_their_own(tmp_path):
+    parts = {name: datasets.Dataset.from_dict({"text": [name] * 9}) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
+    train, valid = (RowDocuments(tmp_path, None, s, tmp_path / "c") for s in ("train", "valid"))
+    assert train.read([0])[0] == ["train"] and valid.read([0])[0] == ["test"]
+    assert train.digest != valid.digest
+
+
 @pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "jsonl", "folder"])
 def test_rows_of_every_kind_of_data_set(kind, tmp_path):
     values = [f"{i}: {TEXT[i % len(TEXT)]}" for i in range(300)]

@@ -25,6 +25,28 @@ def ended(code, **variables):
     return subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+def test_output_that_nobody_reads_is_lost_and_the_code_stays():
+    code = """
+import sys
+from fla_cp.train.ending import say
+say("first")
+sys.stdin.read()
+for i in range(3):
+    say("more " * 10000)
+print("buffered")
+sys.exit(3)
+"""
+    given, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(
+        given, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 3
+
+
 def test_everything_of_python_is_done_first():
     code = """
 import atexit, sys, threading, time

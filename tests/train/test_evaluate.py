@@ -1,6 +1,7 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
+import os
 import subprocess
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("matplotlib")
 
 from fla_cp.train.evaluate import main as evaluate_main
+from fla_cp.train.main import main as train_main
+from fla_cp.train.metrics import read_metrics
 from fla_cp.train.needle import ASK, FIRST_VALUE, MARK, NeedleSource, needle_document
 from fla_cp.train.sources import build_dataset
 from tests.support.exported import MODELS, logits_of, random_run
@@ -62,6 +65,26 @@ def test_figures_are_plain_sums(tmp_path, capsys):
     bits = nats / np.log(2) * 171 / 172  # the first of the 172 bytes has no loss
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     assert "perplexity of the text" in capsys.readouterr().out
+
+
+def test_a_runs_own_data_have_the_seed_of_the_run(tmp_path):
+    """The held-out loss is then that which the run itself measured. All else has the seed 0."""
+    run = tmp_path / "run"
+    sizes = "--model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16"
+    data = "--data synthetic --seq-len 64 --global-batch-size 2 --eval-batches 3 --eval-every 2"
+    flags = f"{sizes} {data} --device cpu --max-steps 2 --seed 7 --tracker none --out {run}"
+    assert train_main(flags.split()) == 0
+    words = run, "--device", "cpu", "--packs", "6", "--needle", "33"
+
+    def figures(*more):
+        found = evaluated(tmp_path / "a.png", *words, *more)
+        return found["loss"], found["needle"]
+
+    own, needle = figures()
+    assert own == pytest.approx(read_metrics(run)[-1]["eval_loss"], rel=1e-5)
+    assert own == figures("--seed", "7")[0] != figures("--seed", "0")[0]
+    assert figures("--data", "synthetic") == figures("--seed", "0")
+    assert needle == figures("--seed", "0")[1]
 
 
 def test_a_perplexity_alone_has_no_picture(tmp_path, capsys):
@@ -178,6 +201,27 @@ def test_figures_that_cannot_be_written_are_printed_and_told_in_one_line(tmp_pat
     said = capsys.readouterr()
     assert "perplexity of the text: " in said.out
     assert f"error: --out: cannot write {tmp_path / 'a.json'}: Is a directory" in said.err
+
+
+def test_figures_that_nobody_reads_are_written(tmp_path):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    program = "import sys; from fla_cp.train.cli import run_evaluate; sys.exit(run_evaluate())"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*warm_python(), "-c", program, str(tmp_path / "run"), *OPTIONS.split()]
+        + ["--out", str(tmp_path / "a.png")],
+        env=environment(),
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert "Broken pipe" not in done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "a.json").read_text())["loss"] > 0
 
 
 def test_the_page_has_every_option(capsys):

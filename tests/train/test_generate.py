@@ -128,6 +128,32 @@ def test_sampling_keeps_to_the_likeliest_tokens():
         Sampling(1.0, 0)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_low_temperature_takes_the_likeliest_token(temperature, dtype):
+    """Also where the logits over the temperature overflow, or its reciprocal does."""
+    logits = torch.tensor([[1.0, 5.0, 3.0, -40.0], [-9.0, -8.0, -7.0, -6.0], [0.0, 0.0, -1.0, 0.0]])
+    found = Sampling(temperature).choose(logits.to(dtype).repeat(50, 1)).view(50, 3)
+    assert (found[:, :2] == torch.tensor([1, 3])).all()
+    assert set(found[:, 2].tolist()) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-38])
+def test_a_choice_needs_no_value_on_the_host(temperature):
+    """Tensors of the meta device have none. On a GPU, the host would wait for such a value."""
+    chosen = Sampling(temperature, 0.9).choose(torch.empty(3, 11, device="meta"))
+    assert chosen.shape == (3,) and chosen.dtype == torch.int64
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 99999999999999999999999])
+def test_seeds_that_pytorch_does_not_take_are_refused(seed):
+    model = random_model(MODELS["kimi"]).eval()
+    with pytest.raises(ValueError, match=rf"seed must be from -2\^63 to 2\^64 - 1, got {seed}"):
+        generate(model, PROMPTS, 1, seed=seed)
+    for taken in (2**64 - 1, -(2**63)):
+        assert generate(model, PROMPTS, 1, seed=taken)[0]
+
+
 class Clock(io.StringIO):
     """What is written, and how often it was flushed with something new."""
 
@@ -304,6 +330,10 @@ MISTAKES = {
     "count": (
         ["--prompt", "A", "--max-new-tokens", "0"],
         "--max-new-tokens must be at least 1, got 0",
+    ),
+    "seed": (
+        ["--prompt", "A", "--seed", "99999999999999999999999"],
+        "--seed must be from -2^63 to 2^64 - 1, got 99999999999999999999999",
     ),
     "ranks": (
         ["--prompt", "A b", "--cp", "2"],

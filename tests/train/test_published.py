@@ -7,10 +7,13 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fla_cp.integrations import safetensors_folder
 from fla_cp.train import checkpoint
 from fla_cp.train.config import UserError
+from fla_cp.train.evaluate import main as evaluate_main
 from fla_cp.train.generate import generate, load
 from fla_cp.train.generate import main as generate_main
 from fla_cp.train.parse import parse
@@ -51,6 +54,10 @@ FOLDERS = {
     "qwen-dense": (
         "qwen3_next",
         QWEN | {"mlp_only_layers": [0], "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    ),
+    "qwen-width": (
+        "qwen3_next",
+        QWEN | {"mlp_only_layers": [0], "hidden_size": 224, "intermediate_size": 1856},
     ),
     "qwen-yarn": ("qwen3_next", QWEN | {"rope_parameters": YARN, "max_position_embeddings": 64}),
 }
@@ -154,6 +161,52 @@ def test_what_our_decoder_lacks_is_refused_by_name(kind, changes, reason, tmp_pa
         open_published(tmp_path)
     way_out = f"AutoModelForCausalLM.from_pretrained('{tmp_path}').generate(..)"
     assert str(caught.value).endswith(f"; transformers itself generates with its models: {way_out}")
+
+
+def with_a_head(folder, offset, dtype=torch.float32):
+    """Adds a head to a folder with a tied one. offset: by how much its last element differs."""
+    weights = load_file(folder / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    head = weights[name].clone()
+    head[-1, -1] += offset
+    save_file({**weights, "lm_head.weight": head.to(dtype)}, folder / "model.safetensors")
+
+
+def head_of_tied(folder, offset, dtype=torch.float32):
+    """The head of a tied Qwen3-Next. offset, dtype: see `with_a_head`; None for no head."""
+    save_stock(folder, "qwen3_next", **FOLDERS["qwen-dense"][1])
+    if offset is not None:
+        with_a_head(folder, offset, dtype)
+    return load_published(folder, torch.device("cpu")).head.weight
+
+
+def test_a_head_that_differs_from_a_tied_one_is_refused(tmp_path, capsys, monkeypatch):
+    """transformers would load it as a head of its own. An equal copy is a tied head, in any dtype
+    and however many rows are compared at a time."""
+    wanted = head_of_tied(tmp_path / "tied", None)
+    monkeypatch.setattr(safetensors_folder, "_COMPARED_BYTES", 1000)
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(head_of_tied(tmp_path / str(dtype), 0.0, dtype), wanted)
+    message = (
+        f"lm_head.weight in {tmp_path}/own must equal model.embed_tokens.weight or be left out, "
+        "because the model's head is tied to its embedding, but they differ; if the head is its "
+        "own, set tie_word_embeddings in config.json to false"
+    )
+    with pytest.raises(UserError) as caught:
+        head_of_tied(tmp_path / "own", 1.0)
+    assert str(caught.value) == f"HF_DIR {tmp_path}/own: {message}"
+    (tmp_path / "text.txt").write_text("Some text.")
+    for program, *words in (
+        (generate_main, "--prompt", "a"),
+        (evaluate_main, "--text", f"{tmp_path}/text.txt", "--out", f"{tmp_path}/a.png"),
+    ):
+        assert program([f"{tmp_path}/own", "--device", "cpu", *words]) == 2
+        assert message in capsys.readouterr().err
+    path = tmp_path / "own/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    head = load_published(tmp_path / "own", torch.device("cpu")).head.weight
+    assert head[-1, -1] == wanted[-1, -1] + 1
 
 
 def test_missing_weights_are_refused_by_name(tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import fla_cp.train.export
@@ -202,6 +203,29 @@ def test_mistakes_end_in_one_line_and_leave_no_folder(root, tmp_path, capsys, me
     assert train(root, "olmo_hybrid", tmp_path / "run", 1, *flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "olmo_hybrid"])
+def test_a_head_that_differs_from_a_tied_one_is_refused(tmp_path, capsys, kind):
+    """transformers would load it as a head of its own; an equal copy is a tied head."""
+    folder, run = tmp_path / "org/models" / kind, tmp_path / "run"
+    (tmp_path / "text.txt").write_text("abc " * 1000)
+    weights = folder / "model.safetensors"
+    save_stock(folder, kind, tie_word_embeddings=True)
+    tied = load_file(weights)
+    (embedding,) = (name for name in tied if name.endswith("embed_tokens.weight"))
+    save_file({**tied, "lm_head.weight": tied[embedding].clone()}, weights)
+    assert train(tmp_path, kind, run, 1) == 0
+    equal = exported(run, tmp_path / "equal")
+    assert torch.equal(equal["lm_head.weight"], equal[embedding])
+    save_file({**tied, "lm_head.weight": tied[embedding] + 1}, weights)
+    message = f"lm_head.weight in {folder} must equal {embedding} or be left out, because "
+    capsys.readouterr()
+    assert train(tmp_path, kind, tmp_path / "other", 1) == 2
+    assert f"--model hf:{folder}: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert fla_cp.train.export.main([str(run), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_damaged_weights_are_named_before_a_run_begins(root, tmp_path, capsys):
