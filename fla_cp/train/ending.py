@@ -24,10 +24,11 @@ def ended(code: int) -> int:
     return leave(code) if is_rank() else code
 
 
-def say(text: str) -> None:
-    """Prints a text on stdout at once. If nobody reads it, as behind `| head -1`, it is lost."""
+def say(text: str, end: str = "\n") -> None:
+    """Prints a text and `end` on stdout at once. If nobody reads it, as behind `| head -1`, it is
+    lost."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         # Python writes what is left when it ends, which would fail once more.
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -36,6 +36,7 @@ from fla_cp.train.arguments import Parser, check_seed
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
@@ -482,7 +483,7 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
 
     def show(tokens: list[int | None]) -> None:
         if tokens[0] is not None:
-            print(stream.add(tokens[0]), end="", flush=True)
+            say(stream.add(tokens[0]), end="")
 
     found, statistics = generate(
         model,
@@ -495,5 +496,5 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         on_tokens=show if one and first else None,
     )
     if first:
-        print(stream.end() if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
+        say(stream.end() if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
     return statistics

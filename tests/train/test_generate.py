@@ -308,6 +308,26 @@ def test_the_script_generates_text_and_reports_mistakes(tokenizer_run, capsys):
     assert "error: top_p must be in (0, 1], got 2.0" in done.stderr
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_text_that_nobody_reads_is_no_mistake(prompts, tmp_path):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    program = "import sys; from fla_cp.train.cli import run_generate; sys.exit(run_generate())"
+    words = ["--device", "cpu", "--max-new-tokens", "4", *["--prompt", "A"] * prompts]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*warm_python(), "-c", program, str(tmp_path / "run"), *words],
+        env=environment(),
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert "Broken pipe" not in done.stderr and "tokens/s" in done.stderr
+
+
 @pytest.mark.slow
 def test_two_ranks_print_what_one_prints(tmp_path):
     random_run(tmp_path / "run", MODELS["kimi"])
