@@ -136,6 +136,12 @@ class CPAccelerator(Accelerator):
         """This rank's place among those that share a sequence."""
         return self.process_index % self._place.size
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's, but on the calling thread. By default torch runs it on a thread of the
+        device, and to wake that thread takes the host longer than a short layer does."""
+        with torch.autograd.set_multithreading_enabled(False):
+            super().backward(loss, **kwargs)
+
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As accelerate's. A model is one that `parallelize` knows, or whose forward takes
         cp_context. It is then called with whole batches, equal on all ranks of a cp group:

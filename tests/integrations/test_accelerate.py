@@ -645,6 +645,15 @@ def test_accelerators_that_are_refused(name, monkeypatch):
             CPAccelerator(dataloader_config=loaders, **arguments)
 
 
+def test_backward_runs_on_the_calling_thread(alone):
+    accelerator, _ = alone
+    seen, x = [], torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+    accelerator.backward(x.sum())
+    assert seen == [False] and torch._C._is_multithreading_enabled()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
 def test_models_and_schedulers_that_are_refused(alone):
     accelerator, _ = alone
     with pytest.raises(ValueError, match=r"nn.*Linear; or its forward must take cp_context"):
