@@ -122,7 +122,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
 
         For each token, kv_lora_rank + qk_rope_head_dim numbers travel between ranks, in the dtype
         of the projections. Latents are gathered while q is projected. If the keys and values that
-        are expanded from them would not fit (`fla_cp.comm.keys_values`), latents go round in a ring.
+        are expanded from them would not fit (`fla_cp.comm.keys_values`), a ring is used instead.
         A kv_up with an adapter or hooks is always called. There is then no ring, compiled graphs
         exchange keys and values, and a call with a cache expands all latents of the cache.
         cu_seqlens_cpu: the values of cu_seqlens on the host, which saves synchronisations. cache:
