@@ -1,4 +1,4 @@
-"""Context parallelism for linear attention: long sequences over many GPUs, exchanging states."""
+"""Context parallelism for linear attention: GPUs that share a sequence exchange states."""
 
 from fla_cp import ops
 from fla_cp.context import FLACPContext, build_cp_context

@@ -1,9 +1,9 @@
 """FLACPContext: which rank owns which tokens of one batch, and what follows from it.
 
 Every rank builds the same table from the GLOBAL cu_seqlens, on the host. Example: sequences
-[0,100) and [100,160) on two ranks, contiguous: rank 0 owns [0,80), rank 1 [80,160); the first
-sequence crosses, so rank 0 sends one state to rank 1 and, with a convolution of width 4, the
-tokens 77, 78 and 79.
+[0,100) and [100,160) on two ranks, contiguous: rank 0 owns [0,80), rank 1 [80,160). The first
+sequence continues on rank 1, so rank 0 sends one state to rank 1 and, with a convolution of width
+4, the tokens 77, 78 and 79.
 """
 
 from __future__ import annotations
@@ -369,12 +369,12 @@ def build_cp_context(
         number of tokens; equal on all ranks. Rows of equal length T are `arange(0, B*T+1, T)`.
     group: process group, or None for one rank.
     conv1d_kernel_size: W of the causal convolutions that will run under the context.
-    cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
+    cu_seqlens_cpu: the same values on the host; saves one device synchronisation.
     token_ranges: for each rank its [start, stop) ranges in local order. Together they must cover
         every token of the batch once. By default each rank has one range, and their lengths differ
         by at most one token. See `zigzag_token_ranges` for another division.
     exchange: "auto", "all_gather", "ring", "scan", "heads" or, for GPUs of one host that can read
-        each other's memory, "symmetric". docs/choosing.md says when to take which.
+        each other's memory, "symmetric". docs/choosing.md says which one to choose.
     max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
         with another packing of the same number of tokens and at most that many sequences. Such a
         context needs contiguous ranges of at least one token and "auto", "all_gather" or

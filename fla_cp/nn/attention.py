@@ -89,7 +89,8 @@ class SoftmaxAttention(nn.Module):
 
 
 class Attention(SoftmaxAttention):
-    """Each token attends to the tokens of its sequence up to itself, with grouped queries.
+    """Causal softmax attention with grouped queries: a token attends to the tokens of its sequence
+    up to itself.
 
     hidden_size: width of x. num_heads: H query heads of head_dim channels. num_kv_heads: heads of
     keys and values, a divisor of num_heads (default: equal). qk_norm: RMSNorm on each head of q and

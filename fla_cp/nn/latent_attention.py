@@ -36,8 +36,8 @@ from fla_cp.partition.key_tables import KeyTables
 
 
 class MultiHeadLatentAttention(SoftmaxAttention):
-    """Each token attends to the tokens of its sequence up to itself. Keys and values are expanded
-    from latents.
+    """Causal softmax attention whose keys and values are expanded from latents. A token attends to
+    the tokens of its sequence up to itself.
 
     hidden_size: width of x. num_heads: H. kv_lora_rank: how many channels a latent has.
     qk_nope_head_dim: how many channels of a head's q and k are projected from the latent.
@@ -120,11 +120,11 @@ class MultiHeadLatentAttention(SoftmaxAttention):
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
-        Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
-        projections. Latents are gathered while q is projected. If the keys and values that are
-        expanded from them would not fit (`fla_cp.comm.keys_values`), they go round in a ring.
-        A kv_up with an adapter or hooks is always called: then there is no ring, keys and values
-        travel in compiled graphs, and a call with a cache expands all latents in it.
+        For each token, kv_lora_rank + qk_rope_head_dim numbers travel between ranks, in the dtype
+        of the projections. Latents are gathered while q is projected. If the keys and values that
+        are expanded from them would not fit (`fla_cp.comm.keys_values`), a ring is used instead.
+        A kv_up with an adapter or hooks is always called. There is then no ring, compiled graphs
+        exchange keys and values, and a call with a cache expands all latents of the cache.
         cu_seqlens_cpu: the values of cu_seqlens on the host, which saves synchronisations. cache:
         as in `LinearAttention`.
         """

@@ -1,9 +1,9 @@
-"""The layers of the family. `LinearAttention` is the body of all, and a member sets its properties.
-Kimi Delta Attention is in kda.py.
+"""The layers of linear attention. `LinearAttention` is their common body, and each layer sets its
+properties. Kimi Delta Attention is in kda.py.
 
 A layer has projections of q, k and v, a short convolution over all of them (one halo exchange), the
 operator with its gate inside, RMSNorm times the SiLU of an output gate, and an output projection.
-Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each member.
+Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each layer.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 
 class LinearAttention(nn.Module):
-    """The common body of the layers. The members below name their operators.
+    """The common body of the layers. Each subclass names its operator.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). K and V are at most 256, and for members
@@ -150,7 +150,7 @@ class LinearAttention(nn.Module):
     of the output norm.
     allow_neg_eigval: beta is in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
     layer_idx: kept as an attribute, for the caller.
-    Raises ValueError for sizes that are not such integers, for head counts that do not fit, and
+    Raises ValueError for sizes that are not integers as above, for head counts that do not fit, and
     unless norm_eps is a finite number from 0. A call raises it for an x, cu_seqlens or cp_context
     that does not fit, before any projection runs.
     """
@@ -376,15 +376,15 @@ class LinearAttention(nn.Module):
 
 
 class GatedDeltaNet(LinearAttention):
-    """Gated DeltaNet, arXiv 2412.06464: the gated delta rule. FLA's layer has head_v_dim = 2 *
-    head_dim unless told otherwise."""
+    """Gated DeltaNet, arXiv 2412.06464: the gated delta rule. By default, FLA's layer has
+    head_v_dim = 2 * head_dim."""
 
     operator = "gated_delta_rule"
     in_one_call = True
 
 
 class Comba(LinearAttention):
-    """Comba, arXiv 2506.02475: a multiple of k, learnt for each head, reads what is removed."""
+    """Comba, arXiv 2506.02475: p = b k reads what is removed, with b learnt for each head."""
 
     operator = "comba"
     core_class = CombaCore

@@ -28,9 +28,9 @@ class YaRN:
     2309.00071, sec. 3.
 
     factor: how many times longer sequences become. original_length: how many tokens they had
-    before. Pairs that turn more than beta_fast times within original_length stay as they are. Those
-    that turn less than beta_slow times turn `factor` times slower, and those between are
-    interpolated.
+    before. Pairs of channels that turn more than beta_fast times within original_length stay as
+    they are. Those that turn less than beta_slow times turn `factor` times slower, and those
+    between are interpolated.
     Raises ValueError for numbers out of range.
     """
 

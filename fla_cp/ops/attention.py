@@ -31,7 +31,7 @@ def causal_attention(
     cp_context: FLACPContext | None = None,
     exchange: str = "auto",
 ) -> Tensor:
-    """Each token attends to the tokens of its sequence up to itself.
+    """Causal softmax attention: a token attends to the tokens of its sequence up to itself.
 
     q [B, T, H, K], k [B, T, HK, K], v [B, T, HK, V]; H is a multiple of HK, and query head h reads
         key head h // (H / HK). bf16, fp16, fp32 or fp64. Under a context, this rank's tokens:

@@ -1,9 +1,9 @@
-"""Comba: a tensor p, other than k, reads from the state what is removed, before the decay.
+"""Comba: a tensor p instead of k reads from the state what is removed, and reads before the decay.
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - S_{t-1}^T p_t)^T          a_t = exp(g_t)
 
-Reading after the decay, a_t S_{t-1}^T p_t, would be something else: with p = k it is the gated
-delta rule.
+Reading after the decay, a_t S_{t-1}^T p_t, would be another recurrence: with p = k, that of the
+gated delta rule.
 
 Source: Comba, arXiv 2506.02475.
 """

@@ -3,7 +3,7 @@ along another key, b.
 
     S_t = (Diag(exp(gk_t)) + b_t a_t^T) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-a reads the state before the decay. This is Comba's rule over two rows a token, with one decay per
+a reads the state before the decay. This is Comba's rule over two rows per token, with one decay per
 key channel. The first row has key b, reads with p = -a and decays the state; its value is zero. The
 second row has key k and value v, and neither reads nor decays; its output is that of the token. A
 chunk of 64 rows therefore holds 32 tokens. Scans, states and exchanges are the same as in other

@@ -2,8 +2,8 @@
 
     S = a_t S_{t-1};   n times: S += b_j k_j (v_j - S^T k_j)^T;   o_t = scale * S^T q_t
 
-It is the gated delta rule over n rows a token. The first row decays the state, and after the last
-the state is read.
+It is the gated delta rule over n rows per token. The first row decays the state, and the state is
+read after the last row.
 
 Source: DeltaProduct, arXiv 2502.10297.
 """

@@ -29,9 +29,10 @@ def chunk_kda(
         and V are at most 256.
     g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32. Its values are not checked:
         above 0 the state grows instead of decaying, and results are undefined, often not finite.
-        -100 already forgets everything. Decays are summed over a chunk, so that a value far below
-        it costs the chunk's later tokens accuracy (-1e4: errors of 5e-4 in fp32), and -inf gives
-        NaN. To forget at certain tokens, clamp g, or pass cu_seqlens.
+        A value of -100 already forgets everything. Decays are summed over a chunk, so a much lower
+        value makes the later tokens of its chunk less accurate (-1e4: errors of 5e-4 in fp32), and
+        -inf gives NaN. To forget everything before a token, clamp its g to about -100, or start a
+        new sequence there with cu_seqlens.
     beta: [B, T, HV], in q's dtype or fp32.
 
     Keywords and their defaults:
@@ -41,7 +42,7 @@ def chunk_kda(
     A_log=None: [HV]. dt_bias=None: [HV*K] or [HV, K]. Both are fp32, and may have more dims of size
         1, as in [1, 1, HV, 1]. Gradients have the shape that was given.
     lower_bound=None: the smallest log decay of a step, below 0.
-    safe_gate=False: with True the caller promises that the decay of each step is at least
+    safe_gate=False: with True the caller promises that the log decay of each step is at least
         lower_bound, which must be in [-5, 0). Without use_gate_in_kernel, lower_bound may be left
         out and is then -5.
     use_beta_sigmoid_in_kernel=False: with True beta is given before its sigmoid.
@@ -54,7 +55,8 @@ def chunk_kda(
     output_final_state=False, return_intermediate_states=False: see what is returned.
     transpose_state_layout=None, or its synonym state_v_first=None: with True states are
         [N, HV, V, K]. Both at once are refused.
-    disable_recompute=False: with True the backward is faster but needs more memory.
+    disable_recompute=False: with True the forward keeps intermediates, so that the backward is
+        faster, which takes more memory.
     use_exp2=True: decays are formed with exp2, otherwise with exp. Results are equal within
         rounding.
     cu_seqlens=None: int32 or int64 [N+1], the offsets of packed sequences; B = 1.
@@ -65,12 +67,12 @@ def chunk_kda(
         two terms (docs/design.md, "Two terms"). If o is a small difference of large terms, as with
         nearly parallel keys, the errors of o, dv and dbeta are several times smaller, for more time
         and memory. In fp32, fp64 and with impl="torch" there is no difference.
-    chunk_size=None: 16, 32 or 64, how many tokens a chunk has. By default it is 64; without a
-        context, and not under torch.compile, it is 16 if no sequence of the call has more tokens
-        (impl="torch": 16 or 32; Triton's kernels in fp32: 64). Results are equal within rounding.
-        Ask for 16 or 32 if you need the states of so many tokens, or for 64 to have the same chunks
-        in every call. Long sequences take several times as long in chunks of 16 or 32.
-    impl="auto": by device, or "torch" or "triton".
+    chunk_size=None: 16, 32 or 64, how many tokens a chunk has. The default is 64. Eager calls
+        without a context take 16 instead if no sequence of the call has more tokens (impl="torch":
+        16 or 32; Triton's kernels in fp32: always 64). Results are equal within rounding. Ask for
+        16 or 32 if you need a state for every 16 or 32 tokens, or for 64 to have the same chunks in
+        every call. Long sequences take several times as long in chunks of 16 or 32.
+    impl="auto": the device decides. "torch" and "triton" name a backend.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None), and
     with return_intermediate_states also the state at the start of each chunk, [B, NC, HV, K, V], in

@@ -1,9 +1,9 @@
 """Plans of calls with packed sequences.
 
-In training almost every batch has a packing that was never seen before. Between two calls other
-code displaces this code from the processor's caches, so what a new packing costs is the number of
-functions and objects that it touches. Therefore packings that are alike share everything but their
-offsets and tables, and little of what is here is divided into functions.
+In training almost every batch has a packing that was never seen before. Between two calls, other
+code displaces this code from the processor's caches. The time for a new packing therefore depends
+on how many functions and objects it touches. To keep it short, similar packings share everything
+except their offsets and tables, and the code below has few, long functions.
 """
 
 from functools import lru_cache

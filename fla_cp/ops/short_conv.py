@@ -93,7 +93,7 @@ def causal_conv1d(
         batch, with equal values on all ranks.
     output_final_state: if given, y is returned together with the final states (True), or with None
         (False).
-    cu_seqlens_cpu: the values of cu_seqlens on the host; spares a device synchronisation.
+    cu_seqlens_cpu: the values of cu_seqlens on the host; saves a device synchronisation.
     impl: "auto" (by device), "torch" or "triton".
     Returns y like x, or with output_final_state, as in FLA, (y, final_state).
     final_state [N, D, W] has x's dtype and holds the last W tokens of each sequence. If a sequence

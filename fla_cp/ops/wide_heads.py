@@ -1,5 +1,5 @@
-"""Splits heads into narrower ones: of GLA and simple GLA those that are wider than the stages take,
-and with one decay a head those for which narrower kernels are faster.
+"""Splits heads into narrower ones: those of GLA and simple GLA that are wider than the stages take,
+and with one decay per head also those for which narrower kernels are faster.
 
 A column of the state depends only on its own value channel. Where nothing is removed from the
 state, a row depends only on its own key channel as well:
@@ -12,12 +12,13 @@ K = V = 256. Each narrow head takes a block of key channels and a block of value
 outputs are summed over the blocks of key channels. A member that removes something has
 blocks of value channels only.
 
-With one decay a head it pays to split heads into blocks for which a backend has its fastest kernels
+With one decay per head it is faster to split heads into blocks for which a backend has its fastest
+kernels
 (`fla_cp.kernels.fast_width`). Times in ms, forward / both directions, on one H200: simple GLA with
 K = V = 512, T = 8192, H = 8: 1.47 / 5.9 -> 0.82 / 2.6; K = V = 256, T = 16384: 0.85 / 2.5 -> 0.62 /
-1.7; gated delta rule with K = 128, V = 256, T = 16384, H = 16: 0.54 / 2.3 -> 0.44 / 1.3. With a
-decay a channel, decays have to be copied for each block of value channels: GLA with K = V = 512
-gains little (6.6 -> 5.8) for half as much memory again, and KDA with V = 256 nothing.
+1.7; gated delta rule with K = 128, V = 256, T = 16384, H = 16: 0.54 / 2.3 -> 0.44 / 1.3. With
+one decay per channel, decays have to be copied for each block of value channels: GLA with K = V =
+512 gains little (6.6 -> 5.8) and takes 1.5 times the memory, and KDA with V = 256 gains nothing.
 """
 
 from collections.abc import Callable, Mapping
