@@ -312,7 +312,7 @@ def compare_ranks(
     shape: (HV, K, V)."""
     if context.agreement is not None and context.agreement.due and not remat.recomputing():
         facts = dict(zip(("HV", "K", "V"), shape, strict=True), dtype=dtype)
-        facts |= {"initial_state": initial is not None, "output_final_state": want_final}
+        facts |= {**Agreement.of_initial(initial), "output_final_state": want_final}
         context.agreement.before(_NAMES[rule.per_head, rule.removal], **facts)
 
 

@@ -79,6 +79,15 @@ class Agreement:
         """Whether the table was compared. It stays False if the ranks differed, so that a caller
         who goes on after the error gets it again."""
 
+    @staticmethod
+    def of_initial(initial_state: Tensor | None) -> dict[str, bool]:
+        """Facts of an initial state. The backward adds up its gradient over all ranks, so either
+        all of them want it or none does."""
+        given, wanted = initial_state is not None, False
+        if initial_state is not None and torch.is_grad_enabled():
+            wanted = initial_state.requires_grad
+        return {"initial_state": given, "initial_state.requires_grad": wanted}
+
     @property
     def due(self) -> bool:
         """Whether `before` has anything to do."""
@@ -190,6 +199,6 @@ def _shown(value: Any, column: tuple[int, ...]) -> str:
     for rank, number in enumerate(column):
         ranks.setdefault(number, []).append(rank)
     return ", ".join(
-        f"{n if isinstance(value, int) else _READABLE[n]} on ranks {which}"
+        f"{type(value)(n) if isinstance(value, int) else _READABLE[n]} on ranks {which}"
         for n, which in ranks.items()
     )

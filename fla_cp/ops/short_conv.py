@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.arguments import check_flags, check_tensors
+from fla_cp.comm import Agreement
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.conv import ConvInputs
@@ -191,7 +192,7 @@ def _with_states(
     flags = {"initial": state is not None, "final": wanted}
     tables = Tables.of(impl, flat, weight, cp_context, offsets, **flags)
     if cp_context is not None:
-        states = {"initial_state": state is not None, "output_final_state": wanted}
+        states = {**Agreement.of_initial(initial_state), "output_final_state": wanted}
         cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype, **states)
     y, final = conv_with_states(flat, weight, bias, activation is not None, state, tables)
     return y.view(x.shape), final
@@ -330,7 +331,7 @@ def _parts(
         offsets = _host_offsets(x, cu_seqlens, cu_seqlens_cpu)
     place = Place.of(impl, flat, weight, cp_context, B, offsets)
     if cp_context is not None:
-        states = {"initial_state": False, "output_final_state": False}
+        states = {**Agreement.of_initial(None), "output_final_state": False}
         cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype, **states)
     found: tuple[Tensor, ...] = _CausalConv1d.apply(flat, weight, bias, silu, place, B, heads)
     return found

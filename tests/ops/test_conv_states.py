@@ -325,7 +325,7 @@ def differing(group, rank):
     context = build_cp_context(torch.tensor([0, 6]), group, conv1d_kernel_size=4)
     states = {"output_final_state": True} if rank else {}
     with pytest.raises(
-        ValueError, match=r"output_final_state \(0 on ranks \[0\], 1 on ranks \[1\]"
+        ValueError, match=r"output_final_state \(False on ranks \[0\], True on ranks \[1\]"
     ):
         causal_conv1d(x, weight, cp_context=context, **states)
 

@@ -226,6 +226,26 @@ def test_a_loss_on_one_rank_reaches_all(gloo_pool, where):
     gloo_pool.run(one_loss, where)
 
 
+def learned_state(group, rank):
+    """The sum over the ranks of each parameter's gradient, by the recipe of docs/own_loop.md."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 2, 4, generator=gen, dtype=torch.float64) for _ in range(3))
+    S = torch.randn(2, 2, 4, 4, generator=gen, dtype=torch.float64).requires_grad_()
+    w = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    context = build_cp_context(torch.tensor([0, 7, 20]), group)
+    R = context.world_size
+    local = [context.shard(t) for t in (q * w, k, v, -q.abs(), q[..., 0].sigmoid())]
+    state = S / R + (S - S / R).detach()
+    o, _ = cp_chunk_kda(*local, context, initial_state=state)
+    return torch.autograd.grad(o.sin().sum(), (S, w))
+
+
+def test_gradients_of_a_learned_initial_state_add_up():
+    expected = learned_state(None, 0)
+    for n, name in enumerate(("initial state", "weight")):
+        assert_exact(name, sum(found[n] for found in run_threads(learned_state, 3)), expected[n])
+
+
 def chunk_starts(group, rank):
     case = Case("states", T=300, decay=SLOW)
     context = build_cp_context(torch.tensor([0, 300]), group)

@@ -32,6 +32,22 @@ def convolve(context, D=3, W=4, dtype=torch.float32):
     return causal_conv1d(x, weight, cp_context=context)
 
 
+def with_state(operator, shape):
+    """A call with an initial state of this shape that needs a gradient or not."""
+
+    def run(context, wanted):
+        state = torch.zeros(2, *shape, requires_grad=wanted)
+        if operator is causal_conv1d:
+            x, weight = torch.ones(1, context.local_tokens, 3), torch.ones(3, 4)
+            return operator(x, weight, cp_context=context, initial_state=state)
+        return operator(*tokens(context), cp_context=context, initial_state=state)
+
+    return (lambda c: run(c, False)), (lambda c: run(c, True))
+
+
+GRADIENT = r"initial_state.requires_grad \(False on ranks \[0\], True on ranks \[1\]\)$"
+
+
 def build(group, offsets=(0, 15, T), width=4, **options):
     return build_cp_context(torch.tensor(offsets), group, conv1d_kernel_size=width, **options)
 
@@ -76,6 +92,8 @@ CALLS = {
     ),
     "channels": (convolve, lambda c: convolve(c, D=5), "D .3 on ranks .0., 5 on ranks .1."),
     "conv dtype": (convolve, lambda c: convolve(c, dtype=torch.float64), "dtype .torch.float32"),
+    "gradient of a state": (*with_state(chunk_kda, (2, 4, 6)), GRADIENT),
+    "gradient of a convolution's": (*with_state(causal_conv1d, (3, 4)), GRADIENT),
     "module": (convolve, call, r"call \(causal_conv1d on ranks \[0\], chunk_kda on ranks \[1\]\)$"),
     "unshard": (
         lambda c: c.unshard(torch.ones(1, c.local_tokens, 3)),
