@@ -89,6 +89,19 @@ def warm_python() -> list[str]:
     return words_of_client(address)
 
 
+def run_unread(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code with these arguments, while nobody reads its stdout."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [*warm_python(), "-c", code, *words]
+    try:
+        return subprocess.run(
+            command, env=environment(), stdout=write, stderr=subprocess.PIPE, text=True, timeout=900
+        )
+    finally:
+        os.close(write)
+
+
 def serve(address: str) -> dict[str, Any]:
     """Forks for each client. Returns in the children only, with what their clients asked for.
 

@@ -1,7 +1,6 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
-import os
 import subprocess
 from itertools import pairwise
 
@@ -21,7 +20,7 @@ from tests.support.exported import MODELS, logits_of, random_run
 from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 from tests.support.tokenizers import save_tokenizer
-from tests.support.warm_python import warm_python
+from tests.support.warm_python import run_unread, warm_python
 
 OPTIONS = "--data synthetic --packs 2 --seq-len 96 --needle 33,64 --needle-count 3 --device cpu"
 
@@ -206,18 +205,8 @@ def test_figures_that_cannot_be_written_are_printed_and_told_in_one_line(tmp_pat
 def test_figures_that_nobody_reads_are_written(tmp_path):
     random_run(tmp_path / "run", MODELS["kimi"])
     program = "import sys; from fla_cp.train.cli import run_evaluate; sys.exit(run_evaluate())"
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [*warm_python(), "-c", program, str(tmp_path / "run"), *OPTIONS.split()]
-        + ["--out", str(tmp_path / "a.png")],
-        env=environment(),
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=900,
-    )
-    os.close(write)
+    words = [str(tmp_path / "run"), *OPTIONS.split(), "--out", str(tmp_path / "a.png")]
+    done = run_unread(program, *words)
     assert done.returncode == 0, done.stderr
     assert "Broken pipe" not in done.stderr
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

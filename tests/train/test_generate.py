@@ -25,7 +25,7 @@ from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 from tests.support.ranks import run_threads
 from tests.support.tokenizers import TEXT, save_tokenizer
-from tests.support.warm_python import warm_python
+from tests.support.warm_python import run_unread, warm_python
 
 PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [2], [int(i * 31 % 97) for i in range(83)]]
 NEW = 12
@@ -313,17 +313,7 @@ def test_text_that_nobody_reads_is_no_mistake(prompts, tmp_path):
     random_run(tmp_path / "run", MODELS["kimi"])
     program = "import sys; from fla_cp.train.cli import run_generate; sys.exit(run_generate())"
     words = ["--device", "cpu", "--max-new-tokens", "4", *["--prompt", "A"] * prompts]
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [*warm_python(), "-c", program, str(tmp_path / "run"), *words],
-        env=environment(),
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=900,
-    )
-    os.close(write)
+    done = run_unread(program, str(tmp_path / "run"), *words)
     assert done.returncode == 0, done.stderr
     assert "Broken pipe" not in done.stderr and "tokens/s" in done.stderr
 
