@@ -4,12 +4,14 @@ The layers, with their convolution and its halo, have the same weights after two
 """
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, nn
+from fla_cp.ops.wide_heads import Blocks
 from tests.support.members import BY_NAME, CALLS, collect, draw, operator
 from tests.support.ranks_against_one import (
     RANGES,
@@ -24,13 +26,13 @@ MEMBERS = [key for key in BY_NAME if key not in ("kda", "gated_delta_product1")]
 CALL = dataclasses.replace(CALLS["inside"], T=200, K=16, V=16)
 
 
-def compare(group, rank, key, ranges):
+def compare(group, rank, key, ranges, call=CALL):
     device, member = device_of(group), BY_NAME[key]
-    given, keywords, weights = draw(member, CALL)
+    given, keywords, weights = draw(member, call)
     context = build_cp_context(
-        torch.tensor(CALL.offsets(), device=device),
+        torch.tensor(call.offsets(), device=device),
         group,
-        token_ranges=RANGES[ranges](CALL.T, group.size()),
+        token_ranges=RANGES[ranges](call.T, group.size()),
     )
     rows = context.repeated(member.steps)
     tokens = dict.fromkeys(("q", "g", "gk", "a", "b"), context)
@@ -68,6 +70,26 @@ def compare(group, rank, key, ranges):
 @pytest.mark.parametrize("key", MEMBERS)
 def test_ranks_equal_one(run, key, ranges):
     run(compare, key, ranges)
+
+
+SPLIT = {"gated_delta_rule": (128, 256), "simple_gla": (256, 256)}
+"""Members, K and V of heads that a context with several ranks splits on a Hopper GPU."""
+
+
+def compare_split(group, rank, key, ranges):
+    K, V = SPLIT[key]
+    call = dataclasses.replace(CALLS["inside"], T=2000, cu=(0, 3, 900, 900, 2000), K=K, V=V)
+    with patch.object(Blocks, "of", side_effect=Blocks.of) as split:
+        compare(group, rank, key, ranges, call)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert split.called
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="heads are split for a GPU's kernels")
+@pytest.mark.parametrize("ranges", ["contiguous", "uneven"])
+@pytest.mark.parametrize("key", SPLIT)
+def test_heads_split_under_a_context(run, key, ranges):
+    run(compare_split, key, ranges)
 
 
 LAYERS = [
