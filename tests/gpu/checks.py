@@ -476,6 +476,7 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
+    from tests.gpu.attention import check_attention
     from tests.gpu.clock import check_clock
     from tests.gpu.conv_states import check_conv_states
     from tests.gpu.decoding import check_decoding
@@ -492,7 +493,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
-    found |= {"experts": check_experts, "decoding": check_decoding}
+    found |= {"experts": check_experts, "decoding": check_decoding, "attention": check_attention}
     found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {"drafts": check_drafts, "clock": check_clock, "step layers": check_step_layers}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}

@@ -1,14 +1,16 @@
 """Causal softmax attention over packed sequences: one interface for PyTorch's kernels.
 
-On CUDA, bf16 and fp16 with up to 256 channels a head run PyTorch's flash attention for sequences of
-different lengths: FlashAttention-2, or the version that `torch.nn.attention` was told to activate.
-Everything else runs the same sums in torch operations, a block of queries at a time.
+On CUDA, bf16 and fp16 with up to 256 channels a head run cuDNN's attention where it is faster
+(`cudnn_attention`), and else PyTorch's flash attention for sequences of different lengths:
+FlashAttention-2, or the version that `torch.nn.attention` was told to activate. Everything else
+runs the same sums in torch operations, a block of queries at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_cp import remat
+from fla_cp.kernels.torch import attention_parts, cudnn_attention
+from fla_cp.kernels.torch.attended import Attended as Attended
+from fla_cp.kernels.torch.attention_parts import Division
 from fla_cp.once_differentiable import once_differentiable
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.replay import without_autocast
@@ -26,14 +31,6 @@ BLOCK = 512
 
 MAX_CHANNELS = 256
 """The most channels of a head that flash attention takes."""
-
-
-class Attended(NamedTuple):
-    """o [Tq, H, V] in q's dtype; lse [H, Tq], the log of the sum of exponentials of each query's
-    scores, fp32 (fp64 for fp64)."""
-
-    o: Tensor
-    lse: Tensor
 
 
 def flash_runs(q: Tensor, v: Tensor) -> bool:
@@ -49,9 +46,13 @@ def flash_runs(q: Tensor, v: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V]; H is a multiple of HK. Query h reads key head
     h // (H / HK). Every sequence that has queries has keys. Autocast does not reach inside."""
-    forward = _flash if flash_runs(q, v) else _torch
     with without_autocast(q.device.type):
-        return forward(q, k, v, lengths, scale)
+        if not flash_runs(q, v):
+            return _torch(q, k, v, lengths, scale)
+        division = _division(q, k, v, lengths)
+        if division is None:
+            return _flash(q, k, v, lengths, scale)
+        return attention_parts.attend(q, k, v, division, partial(_part, scale=scale))
 
 
 def attend_bwd(
@@ -66,9 +67,44 @@ def attend_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, in their dtypes. o, lse: over all keys that the queries attend
     to. k and v may be some of these."""
-    backward = _flash_bwd if flash_runs(q, v) else _torch_bwd
+    found = Attended(o, lse)
     with without_autocast(q.device.type):
-        return backward(do, q, k, v, Attended(o, lse), lengths, scale)
+        if not flash_runs(q, v):
+            return _torch_bwd(do, q, k, v, found, lengths, scale)
+        division = _division(q, k, v, lengths)
+        if division is None:
+            return _flash_bwd(do, q, k, v, found, lengths, scale)
+        run = partial(_part_bwd, scale=scale)
+        return attention_parts.attend_bwd(do, q, k, v, found, division, run)
+
+
+def _division(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Division | None:
+    """The parts of this attention; None if cuDNN computes nothing of it."""
+    return attention_parts.divided(lengths) if cudnn_attention.runs(q, k, v) else None
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dense: bool, *, scale: float
+) -> Attended:
+    found = cudnn_attention.forward(q, k, v, lengths.causal, scale) if dense else None
+    return found or _flash(q, k, v, lengths, scale)
+
+
+def _part_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    found: Attended,
+    lengths: Lengths,
+    dense: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = None
+    if dense:
+        grads = cudnn_attention.backward(do, q, k, v, found, lengths.causal, scale)
+    return grads or _flash_bwd(do, q, k, v, found, lengths, scale)
 
 
 def attention_over(

@@ -1,0 +1,276 @@
+"""Softmax attention in parts: what cuDNN computes, what flash attention computes, and their sum.
+
+PyTorch has both kernels for CUDA alone. What stands for them here enters its dispatcher with the
+same signatures, and computes on the CPU in fp64.
+"""
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+from fla_cp import causal_attention
+from fla_cp.kernels.torch import attention, attention_parts, cudnn_attention
+from fla_cp.partition.key_rows import Lengths
+
+LEAST = 16
+"""The fewest queries of cuDNN in these tests."""
+
+CASES = {
+    "one sequence": Lengths((64,), (64,)),
+    "an odd length": Lengths((61,), (61,)),
+    "keys before the queries": Lengths((32,), (96,)),
+    "an odd number of keys before": Lengths((32,), (90,)),
+    "few keys before": Lengths((32,), (35,)),
+    "odd lengths of both": Lengths((45,), (150,)),
+    "long and short": Lengths((3, 20, 5, 1, 40, 64, 2), (3, 50, 9, 1, 40, 129, 100)),
+    "short alone": Lengths((3, 5), (3, 9)),
+    "all keys": Lengths((32, 33), (64, 51), False),
+    "all of a few keys": Lengths((33, 40), (7, 16), False),
+    "sequences without queries": Lengths((0, 32), (5, 40)),
+}
+
+
+class Kernels:
+    """Both kernels on the CPU. calls: what each was given, (n, m, causal) for cuDNN and the lengths
+    of queries and keys for flash attention."""
+
+    def __init__(self):
+        self.cudnn, self.flash, self.error = [], [], None
+        self.library = torch.library.Library("aten", "IMPL", "CPU")
+        for name in (
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_cudnn_attention_backward",
+            "_flash_attention_forward",
+            "_flash_attention_backward",
+        ):
+            kernel = getattr(self, name.replace("_scaled_dot_product", ""))
+            self.library.impl(name, kernel)
+
+    def _cudnn(self, direction, *x, causal):
+        if self.error is not None:
+            raise self.error
+        q, k, v = (t[0].transpose(0, 1) for t in x)
+        assert not causal or len(q) == len(k)
+        self.cudnn.append((direction, len(q), len(k), causal))
+        return q, k, v, Lengths((len(q),), (len(k),), causal)
+
+    def _cudnn_attention(
+        self, q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None
+    ):
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
+        q, k, v, lengths = self._cudnn("forward", q, k, v, causal=causal)
+        o, lse = attention._torch(q, k, v, lengths, scale)
+        state = torch.zeros((), dtype=torch.int64)
+        none = torch.empty(0)
+        o = o.transpose(0, 1)[None]
+        return o, lse[None, ..., None], none, none, len(q), len(k), state, state, none
+
+    def _cudnn_attention_backward(
+        self, do, q, k, v, o, lse, seed, offset, bias, cu_q, cu_k, n, m, dropout, causal, *,
+        scale=None,
+    ):  # fmt: skip
+        assert (bias, cu_q, cu_k, dropout) == (None, None, None, 0.0)
+        assert lse.shape == (1, q.shape[1], n, 1) and lse.is_contiguous() and m == k.shape[2]
+        q, k, v, lengths = self._cudnn("backward", q, k, v, causal=causal)
+        do, o = (t[0].transpose(0, 1) for t in (do, o))
+        found = attention.Attended(o, lse[0, ..., 0])
+        grads = attention._torch_bwd(do, q, k, v, found, lengths, scale)
+        return tuple(t.transpose(0, 1)[None] for t in grads)
+
+    def _flash_attention_forward(
+        self, q, k, v, queries, keys, longest, longest_keys, dropout, causal, debug, *, scale=None,
+        **unused,
+    ):  # fmt: skip
+        lengths = Lengths(*(tuple(x.diff().tolist()) for x in (queries, keys)), causal)
+        self.flash.append(("forward", lengths.queries, lengths.keys, causal))
+        o, lse = attention._torch(q, k, v, lengths, scale)
+        state = torch.zeros(2, dtype=torch.uint64)
+        return o, lse, state, state[:0], q.new_empty(0)
+
+    def _flash_attention_backward(
+        self, do, q, k, v, o, lse, queries, keys, longest, longest_keys, dropout, causal, state,
+        unused, *, scale=None, **more,
+    ):  # fmt: skip
+        lengths = Lengths(*(tuple(x.diff().tolist()) for x in (queries, keys)), causal)
+        self.flash.append(("backward", lengths.queries, lengths.keys, causal))
+        found = attention.Attended(o, lse)
+        return attention._torch_bwd(do, q, k, v, found, lengths, scale)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    found = Kernels()
+    monkeypatch.setattr(attention, "flash_runs", lambda q, v: True)
+    monkeypatch.setattr(cudnn_attention, "runs", lambda q, k, v: True)
+    monkeypatch.setattr(cudnn_attention, "_refused", set())
+    monkeypatch.setattr(attention_parts, "LEAST", LEAST)
+    monkeypatch.setattr(attention_parts, "PAIRS", LEAST**2 // 2)
+    monkeypatch.setattr(attention_parts, "ROWS", 7)
+    yield found
+    found.library._destroy()
+
+
+def drawn(lengths, H=4, HK=2, K=8):
+    generator = torch.Generator().manual_seed(0)
+    n, m = sum(lengths.queries), sum(lengths.keys)
+    sizes = [(n, H, K), (m, HK, K), (m, HK, K), (n, H, K)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
+
+
+def results(lengths, exactly=False):
+    q, k, v, do = drawn(lengths)
+    if exactly:
+        found = attention._torch(q, k, v, lengths, 0.3)
+        return *found, *attention._torch_bwd(do, q, k, v, found, lengths, 0.3)
+    found = attention.attend(q, k, v, lengths, 0.3)
+    return *found, *attention.attend_bwd(do, q, k, v, *found, lengths, 0.3)
+
+
+def assert_equal(lengths):
+    for a, b in zip(results(lengths), results(lengths, exactly=True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_give_the_whole(kernels, name):
+    assert_equal(CASES[name])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lengths(kernels, seed):
+    rng = random.Random(seed)
+    queries = [rng.choice((1, 7, 16, 31, 40, rng.randint(1, 90))) for _ in range(rng.randint(1, 4))]
+    causal = rng.random() < 0.7
+    before = [rng.choice((0, 0, 3, 16, 50, rng.randint(0, 90))) for _ in queries]
+    keys = [n + m if causal else max(m, 1) for n, m in zip(queries, before, strict=True)]
+    assert_equal(Lengths(tuple(queries), tuple(keys), causal))
+
+
+def test_what_each_kernel_is_given(kernels):
+    results(CASES["one sequence"])
+    assert kernels.cudnn == [(d, 64, 64, True) for d in ("forward", "backward")]
+    assert not kernels.flash
+    kernels.cudnn.clear()
+    results(CASES["keys before the queries"])
+    assert not kernels.flash
+    assert {x[1:] for x in kernels.cudnn} == {(32, 64, False), (32, 32, True)}
+    kernels.cudnn.clear()
+    results(CASES["short alone"])
+    assert not kernels.cudnn and kernels.flash[0] == ("forward", (3, 5), (3, 9), True)
+    kernels.flash.clear()
+    results(CASES["odd lengths of both"])
+    assert {x[1:] for x in kernels.cudnn} == {(44, 104, False), (44, 44, True)}
+    assert {x[1:] for x in kernels.flash} == {((1,), (150,), True), ((44,), (1,), False)}
+    kernels.cudnn.clear(), kernels.flash.clear()
+    results(CASES["long and short"])
+    assert {x[1:] for x in kernels.cudnn} == {
+        (20, 30, False), (20, 20, True), (40, 40, True), (64, 64, False), (64, 64, True),
+    }  # fmt: skip
+    assert {x[1:] for x in kernels.flash} == {
+        ((3, 0, 5, 1, 0, 0, 2), (3, 50, 9, 1, 40, 129, 100), True), ((64,), (1,), False),
+    }  # fmt: skip
+
+
+def test_there_are_few_lengths_to_plan_for():
+    for digits in (4, 6):
+        found = {attention_parts.rounded(n, digits) for n in range(1, 2**17)}
+        assert len(found) == 1 + 7 * 2 ** (digits - 1)  # 0, and those of 7 octaves from 1024 on
+        for n in range(1024, 2**15, 13):
+            assert 0 <= n - attention_parts.rounded(n, digits) < n / 2 ** (digits - 1)
+        for n in (1024, 8192, 3 * 2**14, 15 * 2**12):
+            assert attention_parts.rounded(n, digits) == n
+
+
+def test_cudnn_is_not_called_for_little():
+    def divides(n, m):
+        return attention_parts.divided(Lengths((n,), (m,))) is not None
+
+    assert divides(4096, 4096) and not divides(4095, 4095)
+    assert divides(1024, 16384) and not divides(1024, 4096) and not divides(1000, 65536)
+
+
+def test_lengths_of_fixed_shape_stay_together(kernels, monkeypatch):
+    monkeypatch.setattr(Lengths, "changes", True)
+    results(CASES["one sequence"])
+    assert not kernels.cudnn and len(kernels.flash) == 2
+
+
+def test_cudnn_is_not_asked_again_for_what_it_refuses(kernels, caplog):
+    kernels.error = RuntimeError("cuDNN Frontend error: No execution plans support the graph")
+    assert_equal(CASES["odd lengths of both"])
+    assert len(caplog.records) == 1 and "No execution plans" in caplog.text
+    assert "flash attention computes heads that cuDNN refuses" in caplog.text
+    kernels.error = None
+    assert_equal(CASES["one sequence"])
+    assert not kernels.cudnn
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("cuDNN"), RuntimeError("a fault")])
+def test_other_errors_are_raised(kernels, error):
+    kernels.error = error
+    with pytest.raises(type(error), match=str(error)):
+        results(CASES["one sequence"])
+    assert not cudnn_attention._refused
+
+
+class OnGpu:
+    """What `runs` reads of a tensor."""
+
+    is_cuda, device, dtype = True, torch.device("cuda", 0), torch.bfloat16
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+
+def test_where_cudnn_runs(monkeypatch):
+    cudnn_attention._capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q, k = OnGpu(64, 4, 128), OnGpu(64, 2, 128)
+
+    def runs(q=q, v=k):
+        return cudnn_attention.runs(q, k, v)
+
+    assert runs()
+    assert not runs(q=OnGpu(64, 4, 100)) and not runs(v=OnGpu(64, 2, 4))
+    assert not cudnn_attention.runs(*(torch.empty(64, 2, 128),) * 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not runs()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert not runs()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    with monkeypatch.context() as patch:
+        name = "current_flash_attention_impl"
+        patch.setattr(torch.nn.attention, name, lambda: "FA3", raising=False)
+        assert not runs()
+    cudnn_attention._capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not runs()
+    cudnn_attention._capability.cache_clear()
+
+
+def test_rows_that_kernels_cannot_load_are_copied(kernels):
+    lengths = Lengths((64,), (64,))
+    q, k, v, _ = drawn(lengths)
+    shifted = torch.cat([q.flatten(), q.new_zeros(3)]).roll(3)[3:].view_as(q)
+    wide = torch.cat([k, v[..., :1]], -1)[..., :8]  # rows of 9 elements
+    found = attention.attend(
+        shifted, wide, v.transpose(0, 1).contiguous().transpose(0, 1), lengths, 1.0
+    )
+    torch.testing.assert_close(found.o, attention._torch(q, k, v, lengths, 1.0).o)
+
+
+def test_layers_reach_it(kernels):
+    lengths = (64, 3, 40)
+    offsets = torch.tensor([0, *accumulate(lengths)])
+    q, k, v, _ = (x[None] for x in drawn(Lengths(lengths, lengths)))
+    o = causal_attention(q, k, v, cu_seqlens=offsets)
+    exact = attention._torch(q[0], k[0], v[0], Lengths(lengths, lengths), 8**-0.5).o
+    torch.testing.assert_close(o[0], exact)
+    assert {x[1:] for x in kernels.cudnn} == {(64, 64, True), (40, 40, True)}
