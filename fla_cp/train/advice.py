@@ -3,7 +3,8 @@ flags that have no effect."""
 
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.mixture import parse_mixture
-from fla_cp.train.pattern import SOFTMAX, mixers_of
+from fla_cp.train.pattern import mixers_of
+from fla_cp.train.token_layout import mirrored_attention, whole_packs
 
 
 def advice(config: TrainConfig) -> list[str]:
@@ -15,7 +16,7 @@ def advice(config: TrainConfig) -> list[str]:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
-    if unequal_attention(config):
+    if config.parallel.layout == "contiguous" and mirrored_attention(config):
         lines.append(
             "note: in documents that are longer than a rank's tokens, the last cp rank may have "
             "nearly twice the mean work of softmax attention; --parallel.layout zigzag divides it "
@@ -23,27 +24,6 @@ def advice(config: TrainConfig) -> list[str]:
         )
     lines += [f"note: {flag} has no effect, because {why}" for flag, why in unused_flags(config)]
     return lines
-
-
-def whole_packs(config: TrainConfig) -> bool:
-    """Whether the ranks of a cp group cut micro-batches only between packs.
-
-    The ranks then hold whole documents and exchange no states.
-    """
-    cp, data = config.parallel.cp, config.data
-    packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
-    pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
-    return cp > 1 and packs % pieces == 0
-
-
-def unequal_attention(config: TrainConfig) -> bool:
-    """Whether --parallel.layout zigzag would divide the work of softmax attention more equally
-    among the ranks of a cp group. Each model of transformers has such layers."""
-    parallel, model = config.parallel, config.model
-    softmax = model.folder is not None or bool(set(SOFTMAX) & set(mixers_of(model)))
-    shared = parallel.cp > 1 and not whole_packs(config)
-    possible = parallel.layout == "contiguous" and config.data.max_documents is None
-    return softmax and shared and possible
 
 
 def unused_flags(config: TrainConfig) -> list[tuple[str, str]]:

@@ -211,10 +211,12 @@ class ParallelConfig:
     that were started and that cp and dp_replicate leave; 1 for a single process."""
     dp_replicate: Annotated[int, _short("--dp-replicate")] = 1
     """Data-parallel replicas of the sharded parameters (HSDP)."""
-    layout: Literal["contiguous", "zigzag", "uneven"] = "contiguous"
+    layout: Literal["auto", "contiguous", "zigzag", "uneven"] = "auto"
     """Which tokens of a sequence a cp rank owns. contiguous: one range. zigzag: two ranges, which
-    mirror each other about the middle. uneven, for --check-parity only: one range, which is twice
-    as long on the second rank as on the first, and so on."""
+    mirror each other about the middle, so that ranks have about equal work in softmax attention.
+    auto: zigzag for models with softmax attention whose packs are sharded, except with
+    data.max_documents, and contiguous otherwise. uneven, for --check-parity only: one range, which
+    is twice as long on the second rank as on the first, and so on."""
     exchange: Annotated[
         Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"

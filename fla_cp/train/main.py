@@ -19,7 +19,7 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: this folder is on sys.path instead of the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from fla_cp.train.advice import advice, whole_packs
+from fla_cp.train.advice import advice
 from fla_cp.train.parent import end_with_launcher
 
 if __name__ == "__main__":  # first, because the other imports take seconds
@@ -65,6 +65,7 @@ from fla_cp.train.step import (
 )
 from fla_cp.train.step_times import RankTimes, StepTimes, slowest
 from fla_cp.train.text_files import Split
+from fla_cp.train.token_layout import whole_packs
 from fla_cp.train.trackers import check_installed, start_trackers
 
 

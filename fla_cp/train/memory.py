@@ -46,6 +46,7 @@ from fla_cp.train.model import Block, Decoder
 from fla_cp.train.optim import block_matrices
 from fla_cp.train.parse import parse
 from fla_cp.train.pattern import block_mixers
+from fla_cp.train.token_layout import layout_of
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.weights import on_meta
 
@@ -208,7 +209,7 @@ class Predictor:
             offsets,
             group,
             conv1d_kernel_size=CONV_SIZE,
-            token_ranges=token_ranges(total, parallel.cp, parallel.layout),
+            token_ranges=token_ranges(total, parallel.cp, layout_of(self.config)),
             exchange=parallel.exchange,
             check=False,
         )
@@ -486,7 +487,7 @@ def report(predictor: Predictor, memory_gib: float | None) -> str:
         found.table(),
     ]
     if memory_gib is not None:
-        pieces = config.parallel.cp * (2 if config.parallel.layout == "zigzag" else 1)
+        pieces = config.parallel.cp * (2 if layout_of(config) == "zigzag" else 1)
         room = (1 - RESERVED) * memory_gib * GIB
         longest = longest_that_fits(predictor.predict, room, TILE * pieces)
         if longest:

@@ -206,7 +206,7 @@ def validate(config: TrainConfig) -> None:
     unread = parity.check and run.init_from is not None
     need(not unread, "--init-from", "left out with --check-parity", run.init_from)
     balanced = parallel.layout != "uneven" or parity.check
-    layouts = "contiguous or zigzag without --check-parity"
+    layouts = "auto, contiguous or zigzag without --check-parity"
     need(balanced, "--parallel.layout", layouts, parallel.layout)
     need(parity.steps >= 1, "--parity.steps", "at least 1", parity.steps)
     for name in ("layers", "hidden_size", "num_heads", "head_dim"):

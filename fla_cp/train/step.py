@@ -32,6 +32,7 @@ from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.optim import Stepper, update, update_ahead
 from fla_cp.train.progress import mark
 from fla_cp.train.step_times import StepTimes
+from fla_cp.train.token_layout import layout_of
 from fla_cp.train.weights import local_tensor
 
 
@@ -166,7 +167,7 @@ def sharing(config: TrainConfig, ranks: Ranks) -> Sharing:
     """How this rank makes its micro-batches from packs."""
     data = config.data
     size = data.micro_batch_size or data.global_batch_size // ranks.dp
-    return Sharing(size, ranks.cp, ranks.rank % ranks.cp, config.parallel.layout)
+    return Sharing(size, ranks.cp, ranks.rank % ranks.cp, layout_of(config))
 
 
 def document_lengths(batches: Sequence[MicroBatch]) -> list[int]:
@@ -228,7 +229,7 @@ def place(share: Share, config: TrainConfig, ranks: Ranks, check: bool = False) 
         ranks.cp_group,
         conv1d_kernel_size=CONV_SIZE,
         cu_seqlens_cpu=share.cu_seqlens,
-        token_ranges=token_ranges(share.total, ranks.cp, config.parallel.layout),
+        token_ranges=token_ranges(share.total, ranks.cp, layout_of(config)),
         exchange=config.parallel.exchange,
         check=check,
     )

@@ -109,7 +109,8 @@ def test_missing_toml():
         ("--workers -1", "--workers must be at least 0, got -1"),
         (
             "--parallel.layout uneven",
-            "--parallel.layout must be contiguous or zigzag without --check-parity, got uneven",
+            "--parallel.layout must be auto, contiguous or zigzag without --check-parity, got "
+            "uneven",
         ),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
         ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),

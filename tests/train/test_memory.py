@@ -36,6 +36,9 @@ that torch reserved for it, with the gaps between tensors."""
 RECIPES = "train-recipes-2-gpus.json"
 """Steps of docs/long-context.md."""
 
+HYBRIDS = "train-hybrids.json"
+"""Steps on one GPU, in which cuDNN computes the softmax attention."""
+
 BYTES = 256
 """Vocabulary of the trainer's runs over stdlib."""
 
@@ -47,6 +50,8 @@ def rows(name):
 def flags_of(row):
     """The flags of a row of benchmarks.train, with --cuda-graphs on if "auto" captured a graph."""
     own = row["flags"]
+    if "--parallel.layout" not in own:  # the default of those days
+        own += " --parallel.layout contiguous"
     if row.get("cuda_graph") and "--cuda-graphs" not in own:
         own += " --cuda-graphs on"
     return f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} {own}"
@@ -54,7 +59,8 @@ def flags_of(row):
 
 def measured():
     """(flags, vocabulary, peak in GiB) of every step of the trainer in docs/performance.md."""
-    for name in ("train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES):
+    files = "train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES, HYBRIDS
+    for name in files:
         for row in rows(f"current/{name}"):
             if row["who"] == "fla_cp":  # not a peer's model
                 yield flags_of(row), VOCABULARY[row["model"]], row["peak_gib"]
@@ -74,12 +80,12 @@ def predicted(flags, vocab_size=BYTES):
 def test_every_result_of_training_steps_is_compared():
     """Another result of the trainer in benchmarks/results/current belongs into `measured`."""
     found = {path.name for path in (RESULTS / "current").glob("train*.json")}
-    others = {"train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES}
+    others = {"train.json", "train-2-gpus.json", "train-fla.json", UNCOMPILED, RECIPES, HYBRIDS}
     assert found == others | {*OLDER}
     page = " ".join((RESULTS.parents[1] / "docs/training.md").read_text().split())
     assert "was predicted within 5%" in page
     assert "its blocks are not compiled, within 6%" in page
-    assert len(list(measured())) == 22
+    assert len(list(measured())) == 24
 
 
 @pytest.mark.parametrize("flags, vocab_size, peak_gib", list(measured()))

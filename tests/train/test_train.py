@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import fla_cp.train.advice
 import fla_cp.train.main
 import fla_cp.train.parity
 from fla_cp import contiguous_token_ranges, zigzag_token_ranges
+from fla_cp.train import memory, step, token_layout
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import launch as launch_ranks
 from fla_cp.train.metrics import read_metrics
@@ -410,26 +413,65 @@ def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path
 
 
 @pytest.mark.parametrize(
-    "flags, unequal",
+    "flags, mirrored",
     [
         ("--cp 2 --model.pattern kda,attention", True),
         ("--cp 2 --model.pattern gdn,mla", True),
         ("--cp 2 --model kimi-linear-small", True),
-        ("--cp 2 --model.pattern kda,attention --parallel.layout zigzag", False),
         ("--cp 2 --mixer kda", False),
         ("--cp 1 --model.pattern kda,attention", False),
         ("--cp 2 --model.pattern kda,mla --data.max-documents 4 --cuda-graphs on", False),
         ("--cp 2 --model.pattern kda,attention --global-batch-size 2", False),  # whole packs
     ],
 )
-def test_unequal_work_of_attention_is_seen(flags, unequal):
-    config = parse(["--seq-len", "512", "--global-batch-size", "1", *flags.split()])
-    assert fla_cp.train.advice.unequal_attention(config) == unequal
+def test_ranges_mirror_each_other_where_that_divides_attention(flags, mirrored):
+    def parsed(*more):
+        return parse(["--seq-len", "512", "--global-batch-size", "1", *flags.split(), *more])
+
+    def told(config):
+        lines = fla_cp.train.advice.advice(config)
+        return any("nearly twice the mean work" in line for line in lines)
+
+    config, chosen = parsed(), token_layout.layout_of(parsed())
+    assert chosen == ("zigzag" if mirrored else "contiguous") and not told(config)
+    for name in ("contiguous", "zigzag"):
+        if "max-documents" in flags and name == "zigzag":
+            continue  # refused
+        given = parsed("--parallel.layout", name)
+        assert token_layout.layout_of(given) == name
+        assert told(given) == (mirrored and name == "contiguous")
+
+
+def test_a_run_has_the_chosen_ranges():
+    """Its batches, its contexts, and what fla-cp-memory predicts for it."""
+    flags = [
+        "--cp",
+        "2",
+        "--model.pattern",
+        "kda,attention",
+        "--seq-len",
+        "512",
+        "--global-batch-size",
+        "1",
+    ]
+    config = parse(flags)
+    ranks = SimpleNamespace(cp=2, rank=1, dp=1, device="cpu", cp_group=None)
+    sharing = step.sharing(config, ranks)
+    batch = {name: torch.arange(512)[None] for name in ("tokens", "labels")}
+    share = sharing.share(batch | {"cu_seqlens": torch.tensor([0, 512], dtype=torch.int32)})
+    assert share.tokens.tolist() == [[*range(128, 384)]]
+    with mock.patch.object(step, "build_cp_context") as build:
+        step.place(share, config, ranks)
+    assert build.call_args.kwargs["token_ranges"] == zigzag_token_ranges(512, 2)
+    with mock.patch.object(memory, "build_cp_context") as build:
+        memory.Predictor(config, 256).context(512, None)
+    assert build.call_args.kwargs["token_ranges"] == zigzag_token_ranges(512, 2)
 
 
 def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fla_cp.train.advice, "unequal_attention", lambda config: True)
+    monkeypatch.setattr(fla_cp.train.advice, "mirrored_attention", lambda config: True)
     flags = ["--max-steps", "1", "--optim.momentum", "0.9", "--out", str(tmp_path / "run")]
+    flags += ["--parallel.layout", "contiguous"]
     assert run_here(*text, *flags) == 0
     shown = capsys.readouterr().out
     assert "; --parallel.layout zigzag divides it about equally" in shown
@@ -484,7 +526,7 @@ def test_whole_packs_say_why_nothing_is_exchanged():
         cut = zigzag_token_ranges if config.parallel.layout == "zigzag" else contiguous_token_ranges
         ranges = cut(total, config.parallel.cp)
         at_packs = all(edge % 150 == 0 for r in ranges for lo_hi in r for edge in lo_hi)
-        assert fla_cp.train.advice.whole_packs(config) == (at_packs and config.parallel.cp > 1)
+        assert token_layout.whole_packs(config) == (at_packs and config.parallel.cp > 1)
         return at_packs
 
     assert is_whole("--cp 2")
