@@ -67,7 +67,9 @@ class CPAccelerator(Accelerator):
     Takes the arguments of accelerate's Accelerator, and by name:
     parallelism_config: sizes of dp_replicate, dp_shard and cp; also from `accelerate launch`.
     fsdp_plugin: FSDP2 (fsdp_version=2), which shards parameters over dp_shard x cp.
-    layout: "contiguous" or "zigzag", which balances attention over ranks.
+    layout: "contiguous", "zigzag", or "auto": zig-zag ranges for batches in which they give the
+        ranks more equal work in softmax attention, if the model is one that `parallelize` knows or
+        has `fla_cp.nn.Attention` or `MultiHeadLatentAttention`.
     exchange: how states travel between ranks, as for `build_cp_context`.
     conv1d_kernel_size: that of the model's convolutions; None: found in the model.
 
@@ -84,7 +86,7 @@ class CPAccelerator(Accelerator):
         self,
         *args: Any,
         parallelism_config: ParallelismConfig | None = None,
-        layout: str = "contiguous",
+        layout: str = "auto",
         exchange: str = "auto",
         conv1d_kernel_size: int | None = None,
         **keywords: Any,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,10 +24,15 @@ from fla_cp.comm import collectives
 from fla_cp.context import FLACPContext, build_cp_context
 from fla_cp.integrations.documents import LENGTHS, NAMES, Documents, documents_of
 from fla_cp.integrations.transformers import is_parallelized, parallelize
+from fla_cp.nn import Attention, MultiHeadLatentAttention
 from fla_cp.nn.modules import ShortConvolution
-from fla_cp.partition.token_ranges import zigzag_token_ranges
+from fla_cp.partition.key_rows import pieces
+from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_ranges
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("auto", "contiguous", "zigzag")
+LESS = 0.95
+"""What share of the busiest rank's softmax attention must be left with zig-zag ranges, at most,
+for "auto" to take them."""
 IGNORED = -100
 """A label that is not counted."""
 
@@ -46,13 +52,15 @@ class Place:
     """This rank among those that share a sequence.
 
     group: None for one rank. layout: one of LAYOUTS. exchange: as for `build_cp_context`. width:
-    that of the model's convolutions; None: found in the model. context: that of the last call.
+    that of the model's convolutions; None: found in the model. softmax: whether layers of the model
+    are known to be softmax attention. context: that of the last call.
     """
 
     group: dist.ProcessGroup | None
-    layout: str = "contiguous"
+    layout: str = "auto"
     exchange: str = "auto"
     width: int | None = None
+    softmax: bool = False
     context: FLACPContext | None = None
 
     def __post_init__(self) -> None:
@@ -64,18 +72,36 @@ class Place:
 
     def context_of(self, documents: Documents, device: torch.device) -> FLACPContext:
         offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
-        total = documents.offsets[-1]
-        ranges = zigzag_token_ranges(total, self.size) if self.layout == "zigzag" else None
         self.context = build_cp_context(
             offsets.to(device),
             self.group,
             conv1d_kernel_size=self.width,
             cu_seqlens_cpu=offsets,
-            token_ranges=ranges,
+            token_ranges=self._ranges(documents.offsets),
             exchange=self.exchange,
             check=False,  # `compare` has done it
         )
         return self.context
+
+    def _ranges(self, offsets: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """The token ranges of all ranks for a batch with these documents."""
+        contiguous, zigzag = (
+            divide(offsets[-1], self.size)
+            for divide in (contiguous_token_ranges, zigzag_token_ranges)
+        )
+        if self.layout == "auto" and self.softmax and self.size > 1:
+            most = [max(map(partial(_pairs, offsets), x)) for x in (contiguous, zigzag)]
+            return zigzag if most[1] < LESS * most[0] else contiguous
+        return zigzag if self.layout == "zigzag" else contiguous
+
+
+def _pairs(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> int:
+    """How many scores of softmax attention a rank with these ranges forms for a head."""
+    found = 0
+    for piece in pieces(offsets, ranges):
+        queries, before = piece.hi - piece.lo, piece.lo - piece.begin
+        found += queries * before + queries * (queries + 1) // 2
+    return found
 
 
 def take_whole_batches(model: nn.Module, place: Place) -> None:
@@ -92,6 +118,8 @@ def take_whole_batches(model: nn.Module, place: Place) -> None:
             raise ValueError(f"{error}; or its forward must take cp_context") from error
     if place.width is None:
         place.width = _width(model)
+    softmax = Attention | MultiHeadLatentAttention
+    place.softmax |= any(isinstance(x, softmax) or is_parallelized(x) for x in model.modules())
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]

@@ -25,8 +25,10 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 
+from fla_cp import contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.integrations.accelerate import CPAccelerator
-from fla_cp.nn import Attention, KimiDeltaAttention, RMSNorm
+from fla_cp.integrations.whole_batches import Place, take_whole_batches
+from fla_cp.nn import Attention, GatedDeltaNet, KimiDeltaAttention, RMSNorm
 from tests.support.stock_models import documents_alone, drawn_tokens, routing_margins, stock_model
 
 pytestmark = [
@@ -189,6 +191,40 @@ def test_trains_as_one_process(gloo_pool, kind, run, layout):
     wanted = one_process(kind, dp, accumulation)
     for found in gloo_pool.run(trained, kind, SPLITS[split], how, options):
         assert_same(found, wanted)
+
+
+DOCUMENTS = {
+    "one": ((0, 64), True),
+    "two": ((0, 32, 64), False),
+    "one long": ((0, 56, 64), True),
+    "eight": (range(0, 72, 8), False),
+}
+"""Offsets, and whether zig-zag ranges balance the attention of two ranks."""
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_zigzag_ranges_where_they_balance_attention(name, softmax, monkeypatch):
+    offsets, mirrored = DOCUMENTS[name]
+    monkeypatch.setattr(Place, "size", 2)
+    place = Place(None, softmax=softmax)
+    divide = zigzag_token_ranges if mirrored and softmax else contiguous_token_ranges
+    assert place._ranges(offsets) == divide(64, 2)
+    for layout, given in (("zigzag", zigzag_token_ranges), ("contiguous", contiguous_token_ranges)):
+        place.layout = layout
+        assert place._ranges(offsets) == given(64, 2)
+
+
+def test_softmax_attention_is_found():
+    """In models of transformers and in layers of fla_cp, but not in recurrent ones."""
+
+    def found(model):
+        place = Place(None)
+        take_whole_batches(model, place)
+        return place.softmax
+
+    assert found(stock_model("qwen3_next"))
+    assert found(Attention(32, 2, head_dim=16)) and not found(GatedDeltaNet(32, 2, 16))
 
 
 def padded_batch():
@@ -623,7 +659,7 @@ BAD_ACCELERATORS = {
     ),
     "fp8": ({"mixed_precision": "fp8", "parallelism_config": {"cp_size": 2}}, "got fp8"),
     "deepspeed": ({"deepspeed_plugin": 1, "parallelism_config": {"cp_size": 2}}, "deepspeed_plug"),
-    "layout": ({"layout": "head-tail"}, "layout must be one of contiguous, zigzag"),
+    "layout": ({"layout": "head-tail"}, "layout must be one of auto, contiguous, zigzag"),
     "exchange": ({"exchange": "gather"}, "exchange must be one of .*'all_gather'.*, got 'gather'"),
     "convolution": ({"conv1d_kernel_size": 0}, "conv1d_kernel_size must be at least 1, .* got 0"),
 }
