@@ -33,7 +33,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "current"
 README_PERFORMANCE, README_SCALING = "decays-kda", "cp"
 """The results that README shows, by name."""
 
-README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
+README_TRAINING = {"340M": "train-fla", "1.3B": "train"} | dict.fromkeys(
+    ("kimi-linear-small", "qwen3-next-small"), "train-hybrids"
+)
 """The results of training steps that it shows, by model. They may be missing."""
 
 README_SEVERAL_GPUS = "train-2-gpus", "train-4-gpus-selective"

@@ -4,6 +4,7 @@ PyTorch has both kernels for CUDA alone. What stands for them here enters its di
 same signatures, and computes on the CPU in fp64.
 """
 
+import math
 import random
 from itertools import accumulate
 
@@ -223,6 +224,9 @@ class OnGpu:
     def __init__(self, *shape):
         self.shape = shape
 
+    def numel(self):
+        return math.prod(self.shape)
+
 
 def test_where_cudnn_runs(monkeypatch):
     cudnn_attention._capability.cache_clear()
@@ -234,6 +238,7 @@ def test_where_cudnn_runs(monkeypatch):
 
     assert runs()
     assert not runs(q=OnGpu(64, 4, 100)) and not runs(v=OnGpu(64, 2, 4))
+    assert not runs(q=OnGpu(2**22, 4, 128)) and runs(q=OnGpu(2**22 - 1, 4, 128))
     assert not cudnn_attention.runs(*(torch.empty(64, 2, 128),) * 3)
     torch.use_deterministic_algorithms(True)
     try:

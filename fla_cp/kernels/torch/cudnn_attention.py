@@ -20,6 +20,9 @@ from fla_cp.kernels.torch.attended import Attended
 CAPABILITY = (9, 0)
 """The GPUs on which it has been measured."""
 
+LARGEST = 2**31
+"""Tensors with as many elements stay with flash attention; so large ones have not been tried."""
+
 _log = logging.getLogger(__name__)
 _refused: set[tuple[Any, ...]] = set()
 
@@ -37,6 +40,7 @@ def runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch.backends.cuda.cudnn_sdp_enabled()
         and _capability(q.device) == CAPABILITY
         and q.shape[-1] % 8 == v.shape[-1] % 8 == 0
+        and max(x.numel() for x in (q, k, v)) < LARGEST
         and not torch.are_deterministic_algorithms_enabled()
         and active() is None
     )
