@@ -1,6 +1,7 @@
 """Softmax attention on N ranks equals one rank, and both equal fp64, with every exchange."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from fla_cp import build_cp_context, causal_attention
 from fla_cp.comm import keys_values
 from fla_cp.comm.keys_values import SCHEMES
+from fla_cp.kernels.torch import cudnn_attention
 from fla_cp.nn import MultiHeadLatentAttention
+from tests.support.attention_kernels import kernels_on_cpu, short_parts
 from tests.support.ranks_against_one import RANGES, assert_close, device_of
 from tests.support.sweeps import crossed
 
@@ -24,7 +27,8 @@ def results(x, do, **more):
     return o.detach(), *torch.autograd.grad(o, leaves, do)
 
 
-def compare(group, rank, packing, heads, ranges, exchange):
+def compare(group, rank, packing, heads, ranges, exchange, only=None):
+    """only: the dtypes; None: all of this device."""
     device, offsets, (H, HK, K, V) = device_of(group), PACKINGS[packing], HEADS[heads]
     cu = torch.tensor(offsets, device=device)
     context = build_cp_context(cu, group, token_ranges=RANGES[ranges](T, group.size()), check=True)
@@ -33,7 +37,7 @@ def compare(group, rank, packing, heads, ranges, exchange):
     dtypes = [torch.float64, torch.bfloat16]  # on a GPU bf16 runs flash attention
     if device.type == "cuda":
         dtypes.append(torch.float32)
-    for dtype in dtypes:
+    for dtype in only or dtypes:
         *x, do = (t.to(device, dtype) for t in drawn)
         exact = results([t.double() for t in x], do.double(), cu_seqlens=cu)
         one = results(x, do, cu_seqlens=cu)
@@ -49,6 +53,27 @@ def compare(group, rank, packing, heads, ranges, exchange):
 )
 def test_ranks_equal_one(run, packing, heads, ranges, exchange):
     run(compare, packing, heads, ranges, exchange)
+
+
+def compare_parts(group, rank, ranges, exchange):
+    """Attention in parts, as for long documents: by cuDNN on GPUs, and by stand-ins on CPUs."""
+    given = group, rank, "odd places", "gqa", ranges, exchange
+    with short_parts(32):
+        if device_of(group).type == "cpu":
+            with kernels_on_cpu() as kernels:
+                compare(*given, only=[torch.float64])
+            assert kernels.cudnn
+            return
+        forward = cudnn_attention.forward
+        with patch.object(cudnn_attention, "forward", side_effect=forward) as called:
+            compare(*given, only=[torch.bfloat16])
+        hopper = torch.cuda.get_device_capability() == cudnn_attention.CAPABILITY
+        assert called.called == hopper and not cudnn_attention._refused
+
+
+@pytest.mark.parametrize("exchange, ranges", crossed(SCHEMES, RANGES))
+def test_parts_on_ranks_equal_one(run, ranges, exchange):
+    run(compare_parts, ranges, exchange)
 
 
 def trained(layer, x, dy, **more):

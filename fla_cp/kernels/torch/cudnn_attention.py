@@ -21,7 +21,7 @@ CAPABILITY = (9, 0)
 """The GPUs on which it has been measured."""
 
 LARGEST = 2**31
-"""Tensors with as many elements stay with flash attention; so large ones have not been tried."""
+"""Tensors with this many elements stay with flash attention: cuDNN was not tried with them."""
 
 _log = logging.getLogger(__name__)
 _refused: set[tuple[Any, ...]] = set()
