@@ -22,7 +22,6 @@ from fla_cp.train.text_files import (
     Split,
     file_errors,
     held_out_split,
-    skipped_note,
     stdlib_files,
     text_files,
 )
@@ -163,11 +162,9 @@ def _check_exists(path: str) -> None:
 
 
 def _text_files(path: str, split: Split | None) -> tuple[list[File], tuple[str, ...]]:
-    """The files of `text:PATH`, and a note about those that are skipped."""
-    files, skipped = text_files(Path(path))
-    if not skipped or split == "valid":  # both splits skip the same files: one note is enough
-        return files, ()
-    return files, (skipped_note(path, skipped),)
+    """The files of `text:PATH`, and notes about what is left out."""
+    files, notes = text_files(Path(path))
+    return files, () if split == "valid" else notes  # both splits leave out the same
 
 
 def _bytes(files: Sequence[File]) -> ArraySource:
