@@ -66,7 +66,8 @@ def build_dataset(
     spec: one of
         stdlib       the running Python's standard library, one document a file
         text:PATH    a file, or each text file below a folder; binary files (with a NUL in their
-                     first 8 KiB) and unreadable files are skipped with a note
+                     first 8 KiB) and unreadable files are skipped, and links to folders are
+                     not followed, with a note
         memmap:PATH  tokens written by `write_memmap` or fla-cp-tokenize
         hf:PATH      rows of text, instructions or conversations, see documents.py
         synthetic    generated from `seed`
