@@ -45,12 +45,16 @@ def _convolution(
     **others: object,
 ) -> Tensor:
     """hidden_states [1, D, T_local] -> the same shape and dtype. Parameters may be wider, as under
-    autocast."""
+    autocast. activation: any that transformers has; the operator has SiLU alone."""
     x = hidden_states.transpose(1, 2)
     bias = None if bias is None else bias.to(x.dtype)
-    return causal_conv1d(
-        x, weight.to(x.dtype), bias, activation, cp_context=cp_context, impl=impl
-    ).transpose(1, 2)
+    own = activation if activation in (None, "silu", "swish") else None
+    y = causal_conv1d(x, weight.to(x.dtype), bias, own, cp_context=cp_context, impl=impl)
+    if activation != own:
+        from transformers.activations import ACT2FN
+
+        y = ACT2FN[activation](y)
+    return y.transpose(1, 2)
 
 
 def _recurrence(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

@@ -33,6 +33,9 @@ bytes."""
 VALIDATION = ("validation", "valid", "test")
 """Names of the split that is held out. The first one that exists is taken."""
 
+STRINGS = ("string", "large_string", "string_view")
+"""Types of a column of texts."""
+
 _SPLIT_FILE = re.compile(r"(train|validation|valid|test)([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?")
 """The name, without its ending, of a file that has a split or a part of one."""
 
@@ -212,10 +215,23 @@ class RowDocuments:
 
     def read(self, indices: Sequence[int]) -> tuple[list[Any], list[str]]:
         rows = self._indices[np.asarray(indices, dtype=np.int64)].tolist()
-        found = self._rows[rows]
-        columns = [found[name] for name in self.columns]
         names = [f"{self.path}: {' and '.join(self.columns)} of row {row}" for row in rows]
+        try:
+            found = self._rows[rows]
+        except UnicodeDecodeError:
+            self._check_utf8(rows, names)
+            raise
+        columns = [found[name] for name in self.columns]
         return list(columns[0] if len(columns) == 1 else zip(*columns, strict=True)), names
+
+    def _check_utf8(self, rows: Sequence[int], names: Sequence[str]) -> None:
+        """Raises ValueError for the first row that is not UTF-8, which pyarrow finds only now."""
+        for row, name in zip(rows, names, strict=True):
+            try:
+                self._rows[row]
+            except UnicodeDecodeError as error:
+                shown = repr(error.object[:80])
+                raise ValueError(f"{name} must be UTF-8, got {shown}: {error}") from None
 
 
 def _hashed(indices: np.ndarray) -> np.ndarray:
@@ -320,7 +336,7 @@ def _columns(rows: Any, column: str | None, path: Path, flag: str) -> tuple[Form
             raise ValueError(
                 f"{flag} must be a column of {path}, one of {', '.join(names)}, got {column!r}"
             )
-        text = getattr(rows.features[column], "dtype", None) in ("string", "large_string")
+        text = getattr(rows.features[column], "dtype", None) in STRINGS
         return "text" if text else "chat", (column,)
     known: dict[Form, tuple[str, ...]] = {
         "text": ("text",),

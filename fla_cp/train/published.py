@@ -211,13 +211,16 @@ def _common(config: Any) -> dict[str, Any]:
 
 def _kimi_linear(config: Any) -> _Options:
     pattern = _pattern(config, {"linear_attention": "kda", "full_attention": "mla"})
-    heads, channels = config.linear_num_heads, config.linear_head_dim
+    width = "linear_head_dim" if "kda" in pattern else "qk_nope_head_dim"
+    heads, channels = config.num_attention_heads, getattr(config, width)
+    if "kda" in pattern:
+        heads = config.linear_num_heads
     if "mla" in pattern:
         _need(config, "num_attention_heads", heads, f"linear_num_heads, {heads}")
         for name in ("qk_nope_head_dim", "v_head_dim"):
-            _need(config, name, channels, f"linear_head_dim, {channels}")
-        _need(config, "qk_rope_head_dim", max(2, channels // 4 * 2), "half of linear_head_dim")
-        _need(config, "kv_lora_rank", 4 * channels, f"4 * linear_head_dim, {4 * channels}")
+            _need(config, name, channels, f"{width}, {channels}")
+        _need(config, "qk_rope_head_dim", max(2, channels // 4 * 2), f"half of {width}")
+        _need(config, "kv_lora_rank", 4 * channels, f"4 * {width}, {4 * channels}")
     kinds = list(config.mlp_layer_types)
     dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     shape = Shape(

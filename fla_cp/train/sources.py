@@ -22,7 +22,6 @@ from fla_cp.train.text_files import (
     Split,
     file_errors,
     held_out_split,
-    skipped_note,
     stdlib_files,
     text_files,
 )
@@ -67,7 +66,8 @@ def build_dataset(
     spec: one of
         stdlib       the running Python's standard library, one document a file
         text:PATH    a file, or each text file below a folder; binary files (with a NUL in their
-                     first 8 KiB) and unreadable files are skipped with a note
+                     first 8 KiB) and unreadable files are skipped, and links to folders are
+                     not followed, with a note
         memmap:PATH  tokens written by `write_memmap` or fla-cp-tokenize
         hf:PATH      rows of text, instructions or conversations, see documents.py
         synthetic    generated from `seed`
@@ -163,11 +163,9 @@ def _check_exists(path: str) -> None:
 
 
 def _text_files(path: str, split: Split | None) -> tuple[list[File], tuple[str, ...]]:
-    """The files of `text:PATH`, and a note about those that are skipped."""
-    files, skipped = text_files(Path(path))
-    if not skipped or split == "valid":  # both splits skip the same files: one note is enough
-        return files, ()
-    return files, (skipped_note(path, skipped),)
+    """The files of `text:PATH`, and notes about what is left out."""
+    files, notes = text_files(Path(path))
+    return files, () if split == "valid" else notes  # both splits leave out the same
 
 
 def _bytes(files: Sequence[File]) -> ArraySource:

@@ -133,8 +133,15 @@ def _balance(routers: list[Any], config: Any) -> Balance:
 
 
 def opened(folder: str) -> Any:
-    """`open_stock`, whose convolutions must have as many taps as the trainer's contexts."""
+    """`open_stock`, whose convolutions must have as many taps as the trainer's contexts, and whose
+    weights must not be empty, since FSDP2 cannot shard them."""
     stock = open_stock(folder)
+    for name, weight in stock.named_parameters():
+        if not weight.numel():
+            raise ValueError(
+                f"{name} must have elements, because FSDP2 cannot shard it otherwise, got shape "
+                f"{tuple(weight.shape)}"
+            )
     for name, module in stock.named_modules():
         size = getattr(module, "conv_kernel_size", CONV_SIZE)
         if size != CONV_SIZE:

@@ -44,7 +44,8 @@ class Tokenizer:
 
     folder: what `tokenizer.save_pretrained` wrote, or the folder of a model. Only the path is
     pickled, so a worker process loads the tokenizer itself.
-    Raises ValueError if there is no folder, transformers is missing, or it cannot load the files.
+    Raises ValueError if there is no folder, transformers is missing, it cannot load the files, or
+    they have no vocabulary: for some models transformers then makes a tokenizer without tokens.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -64,7 +65,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(
+            found = AutoTokenizer.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers and the libraries below raise all kinds
@@ -73,6 +74,12 @@ class Tokenizer:
                 f"--tokenizer: {self.folder} must hold a tokenizer that transformers loads without "
                 f"running code of the folder, got {type(error).__name__}: {reason}"
             ) from error
+        if found.get_vocab().keys() <= found.get_added_vocab().keys():
+            raise ValueError(
+                f"--tokenizer: {self.folder} must hold the vocabulary of a tokenizer, such as "
+                f"tokenizer.json, got a {type(found).__name__} without one"
+            )
+        return found
 
     @cached_property
     def vocab_size(self) -> int:

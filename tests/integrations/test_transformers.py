@@ -34,7 +34,7 @@ from tests.support.parallelized import (
     parallelized,
     rank_share,
 )
-from tests.support.stock_models import MODELS, gradients, stock_model
+from tests.support.stock_models import MODELS, documents_alone, gradients, stock_model
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -45,6 +45,19 @@ def test_packed_documents_are_apart(kind):
     out.loss.backward()
     found = out.logits.detach(), out.loss.item(), gradients(model)
     assert_same(found, alone(kind)[1])
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
+def test_another_activation_than_silu(kind):
+    """Of the convolutions, too, whose operator knows none but SiLU."""
+    model, context = stock_model(kind, hidden_act="gelu"), one_rank()
+    wanted = documents_alone(model, *drawn(), OFFSETS)
+    model = parallelize(model)
+    model.zero_grad()
+    tokens, labels = drawn()
+    out = model(input_ids=tokens, labels=labels, cp_context=context)
+    out.loss.backward()
+    assert_same((out.logits.detach(), out.loss.item(), gradients(model)), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

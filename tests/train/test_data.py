@@ -160,6 +160,28 @@ def test_binary_and_unreadable_files_of_a_folder_are_skipped_with_a_note(tmp_pat
         build_dataset(f"text:{root / 'pipe'}", 64, "train", seed=0)
 
 
+def test_links_to_folders_are_noted_since_they_are_not_followed(tmp_path):
+    root = write_text_folder(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/long.txt").write_text("x" * 5000)
+    kept = len(build_dataset(f"text:{root}", 64, "train", seed=0).source)
+    for name in ("sub", "cycle", ".hidden"):
+        (root / name).symlink_to(root if name == "cycle" else tmp_path / "other")
+    (root / "image.png").write_bytes(b"\0")
+    train = build_dataset(f"text:{root}", 64, "train", seed=0)
+    assert len(train.source) == kept
+    assert train.notes == (
+        f"note: skipped 1 file below {root} that are binary or cannot be read: 'image.png'",
+        f"note: did not follow 2 links to folders below {root}: 'cycle', 'sub'",
+    )
+    assert build_dataset(f"text:{root}", 64, "valid", seed=0).notes == ()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/sub").symlink_to(root)
+    message = r"no files below .*links \(hidden ones and links to folders are left out\)"
+    with pytest.raises(ValueError, match=message):
+        build_dataset(f"text:{tmp_path / 'links'}", 64, "train", seed=0)
+
+
 def test_single_text_file_holds_out_its_tail(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(bytes(i % 256 for i in range(1000)))

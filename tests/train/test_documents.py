@@ -14,6 +14,8 @@ from fla_cp.train.text_files import text_files
 from tests.support.tokenizers import TEXT
 
 datasets = pytest.importorskip("datasets")
+parquet = pytest.importorskip("pyarrow.parquet")
+pyarrow = pytest.importorskip("pyarrow")
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -264,6 +266,26 @@ def test_damaged_rows_are_named(name, contents, message, tmp_path):
     (tmp_path / "rows" / name).write_text(contents.format())
     with pytest.raises(ValueError, match="^hf: " + re.escape(message.format(tmp_path / "rows"))):
         rows(tmp_path / "rows", None, tmp_path / "cache")
+
+
+def test_a_row_that_is_not_utf_8_is_named(tmp_path):
+    """pyarrow reads such a file, and fails when it makes strings of the rows."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 7 + b'{"text": "b \xff c"}\n')
+    documents = RowDocuments(path, None, None, tmp_path / "cache")
+    assert documents.read([0, 6])[0] == ["a", "a"]
+    message = rf"^{path}: text of row 7 must be UTF-8, got b'b \\xff c': 'utf-8' codec can't decode"
+    with pytest.raises(ValueError, match=message):
+        documents.read([6, 7])
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_a_named_column_of_any_strings_has_texts(kind, tmp_path):
+    table = pyarrow.table({"body": pyarrow.array(["a", "b"], getattr(pyarrow, kind)())})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    documents = RowDocuments(tmp_path / "a.parquet", "body", None, tmp_path / "cache")
+    assert documents.form == "text"
+    assert documents.read([0, 1])[0] == ["a", "b"]
 
 
 def test_digests_follow_the_documents(tmp_path):

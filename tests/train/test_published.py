@@ -66,7 +66,7 @@ LINEAR, FULL = ({"layer_types": [kind] * 3} for kind in ("linear_attention", "fu
 PARTS = {
     "kimi-no-experts": ("kimi_linear", KIMI | {"mlp_layer_types": ["dense"] * 3}),
     "kimi-linear": ("kimi_linear", KIMI | LINEAR | {"num_attention_heads": 2, "kv_lora_rank": 7}),
-    "kimi-full": ("kimi_linear", KIMI | FULL),
+    "kimi-full": ("kimi_linear", KIMI | FULL | {"linear_num_heads": 32, "linear_head_dim": 128}),
     "qwen-no-experts": ("qwen3_next", QWEN | {"num_experts": 0, "norm_topk_prob": False}),
     "qwen-no-experts-by-layer": ("qwen3_next", QWEN | {"mlp_only_layers": [2, 0, 1]}),
     "qwen-linear": ("qwen3_next", QWEN | LINEAR | {"num_attention_heads": 2, "head_dim": 6}),

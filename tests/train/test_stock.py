@@ -1,6 +1,8 @@
 """--model hf:DIR: models of transformers train like plain transformers, and like one rank."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +131,22 @@ def test_parity_needs_the_same_micro_batches_for_a_balancing_loss(folders, short
     check("balanced", "--cp 2", *given)
     check("balanced", "--dp-shard 2", *given[1:])
     check("balanced", "--dp-shard 2", given[0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize(
+    "kind, name, value, part",
+    [
+        ("kimi_linear", "num_shared_experts", 0, "mlp.shared_experts.gate_proj.weight"),
+        ("qwen3_5_moe", "shared_expert_intermediate_size", 0, "mlp.shared_expert.gate_proj.weight"),
+    ],
+)
+def test_shared_experts_without_channels_are_refused(kind, name, value, part, folders, tmp_path):
+    """FSDP2 cannot shard a weight without elements."""
+    config = json.loads((Path(folders[kind]) / "config.json").read_text())
+    assert name in config
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    flags = flags_of("--cp 1", tmp_path, "synthetic", "--model.init", "random")
+    message = rf"^--model hf:{tmp_path}: model.layers.\d.{part} must have elements, .* \(0, 32\)"
+    with pytest.raises(UserError, match=message):
+        check_folder(parse(flags), 64, weights=True)

@@ -172,6 +172,17 @@ def test_unusable_folders_are_named(tmp_path, monkeypatch):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_a_model_without_the_files_of_its_tokenizer_is_refused(kind, tmp_path):
+    """transformers then makes a tokenizer that has no tokens for any text."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    message = f"^--tokenizer: {tmp_path} must hold the vocabulary of a tokenizer, .* got a Qwen"
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(tmp_path).ids(["The red fox"])
+    with pytest.raises(ValueError, match=message):
+        _ = Tokenizer(tmp_path).vocab_size
+
+
 def test_code_in_the_folder_does_not_run(tmp_path):
     save_tokenizer(tmp_path)
     marker = tmp_path / "marker"
