@@ -9,6 +9,9 @@ with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
     patch.setenv("TRITON_INTERPRET", "1")
     import fla_cp.kernels.triton.backend
     import fla_cp.kernels.triton.clock  # noqa: F401
+    from tests.support.interpreter import hasten
+
+    hasten()
 
 from tests.support.ranks import RankPool
 

@@ -132,7 +132,10 @@ ASKED = {
     crossed(CHANNELWISE + HEADWISE, ASKED, OFFSETS, ("whole", "cut"), fast=8),
 )
 def test_long_sequences_have_the_chunks_that_are_asked_for(name, call, chunk, cut, formed):
+    """Sequences of one chunk, and two of three; if those of 16 tokens are cut, of five and six."""
     member, cu = BY_NAME[name], (0, 1, 1, 75, 171)
+    if (chunk, cut) == (16, "whole"):
+        cu = (0, 1, 1, 38, 86)
     if member.dplr:  # two rows a token
         cu = tuple(-(-n // 2) for n in cu)
     call = dataclasses.replace(ASKED[call], T=cu[-1], cu=cu)

@@ -216,6 +216,10 @@ def _call(task: bytes, group: Any, rank: int, filters: list[Any]) -> tuple[bool,
         with warnings.catch_warnings():
             warnings.filters[:] = filters
             fn, args = pickle.loads(task)
+            if "triton.runtime.interpreter" in sys.modules:
+                from tests.support.interpreter import hasten
+
+                hasten()
             torch.manual_seed(0)
             return True, pickle.dumps(fn(group, rank, *args)), ""
     except BaseException as error:
