@@ -3,7 +3,6 @@
 Both kernels are stand-ins on the CPU (tests/support/attention_kernels.py).
 """
 
-import math
 import random
 from itertools import accumulate
 
@@ -89,15 +88,16 @@ def test_what_each_kernel_is_given(kernels):
     assert not kernels.cudnn and kernels.flash[0] == ("forward", (3, 5), (3, 9), True)
     kernels.flash.clear()
     results(CASES["odd lengths of both"])
-    assert {x[1:] for x in kernels.cudnn} == {(44, 104, False), (44, 44, True)}
-    assert {x[1:] for x in kernels.flash} == {((1,), (150,), True), ((44,), (1,), False)}
+    assert {x[1:] for x in kernels.cudnn} == {(44, 64, False), (44, 32, False), (44, 44, True)}
+    assert {x[1:] for x in kernels.flash} == {((1,), (150,), True), ((44,), (9,), False)}
     kernels.cudnn.clear(), kernels.flash.clear()
     results(CASES["long and short"])
     assert {x[1:] for x in kernels.cudnn} == {
-        (20, 30, False), (20, 20, True), (40, 40, True), (64, 64, False), (64, 64, True),
+        (20, 16, False), (20, 20, True), (40, 40, True), (64, 64, False), (64, 64, True),
     }  # fmt: skip
     assert {x[1:] for x in kernels.flash} == {
-        ((3, 0, 5, 1, 0, 0, 2), (3, 50, 9, 1, 40, 129, 100), True), ((64,), (1,), False),
+        ((3, 0, 5, 1, 0, 0, 2), (3, 50, 9, 1, 40, 129, 100), True),
+        ((20,), (14,), False), ((64,), (1,), False),
     }  # fmt: skip
 
 
@@ -109,6 +109,35 @@ def test_there_are_few_lengths_to_plan_for():
             assert 0 <= n - attention_parts.rounded(n, digits) < n / 2 ** (digits - 1)
         for n in (1024, 8192, 3 * 2**14, 15 * 2**12):
             assert attention_parts.rounded(n, digits) == n
+
+
+def test_keys_before_the_queries_are_few_powers_of_two():
+    for n in (*range(0, 5000, 7), 2**17 - 1):
+        found = attention_parts.powers(n)
+        assert len(found) <= 4 and all(x >= 1024 and x & (x - 1) == 0 for x in found)
+        assert 0 <= n - sum(found) < max(1024, n / 8)
+    assert [attention_parts.powers(x * 8192) for x in (1, 3, 15)] == [
+        [8192], [16384, 8192], [65536, 32768, 16384, 8192],
+    ]  # fmt: skip
+
+
+def test_short_sequences_side_by_side_are_one_run():
+    division = attention_parts.divided(Lengths((4096, *[16] * 300), (4096, *[16] * 300)))
+    assert division.rest.runs == ((4096, 8896),)
+
+
+@pytest.mark.parametrize("view", ["heads first", "part of wider rows"])
+def test_gradients_of_o_may_have_any_strides(kernels, view):
+    """PyTorch would read later ones with the strides of the first (the kernels assert it)."""
+    lengths = CASES["one sequence"]
+    q, k, v, do = drawn(lengths)
+    found = attention.attend(q, k, v, lengths, 0.3)
+    if view == "heads first":
+        strided = do.transpose(0, 1).contiguous().transpose(0, 1)
+    else:
+        strided = torch.cat([do, do], 2)[..., : do.shape[2]]
+    grads = [attention.attend_bwd(x, q, k, v, *found, lengths, 0.3) for x in (do, strided)]
+    assert all(map(torch.equal, *grads))
 
 
 def test_cudnn_is_not_called_for_little():
@@ -151,8 +180,8 @@ class OnGpu:
     def __init__(self, *shape):
         self.shape = shape
 
-    def numel(self):
-        return math.prod(self.shape)
+    def __len__(self):
+        return self.shape[0]
 
 
 def test_where_cudnn_runs(monkeypatch):
@@ -166,6 +195,7 @@ def test_where_cudnn_runs(monkeypatch):
     assert runs()
     assert not runs(q=OnGpu(64, 4, 100)) and not runs(v=OnGpu(64, 2, 4))
     assert not runs(q=OnGpu(2**22, 4, 128)) and runs(q=OnGpu(2**22 - 1, 4, 128))
+    assert not runs(OnGpu(2**20, 4, 8), OnGpu(2, 2, 512))
     assert not cudnn_attention.runs(*(torch.empty(64, 2, 128),) * 3)
     torch.use_deterministic_algorithms(True)
     try:

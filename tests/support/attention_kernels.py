@@ -36,8 +36,8 @@ def kernels_on_cpu() -> Iterator["Kernels"]:
 
 
 class Kernels:
-    """Both kernels on the CPU. calls: what each was given, (n, m, causal) for cuDNN and the lengths
-    of queries and keys for flash attention."""
+    """Both kernels on the CPU. cudnn, flash: what each was given, the direction with (n, m, causal)
+    or with the lengths of queries and keys. error: what cuDNN's stand-in raises, if not None."""
 
     def __init__(self):
         self.cudnn, self.flash, self.error = [], [], None
@@ -55,6 +55,7 @@ class Kernels:
         if self.error is not None:
             raise self.error
         q, k, v = (t[0].transpose(0, 1) for t in x)
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
         assert not causal or len(q) == len(k)
         self.cudnn.append((direction, len(q), len(k), causal))
         return q, k, v, Lengths((len(q),), (len(k),), causal)
@@ -78,6 +79,7 @@ class Kernels:
         assert lse.shape == (1, q.shape[1], n, 1) and lse.is_contiguous() and m == k.shape[2]
         q, k, v, lengths = self._cudnn("backward", q, k, v, causal=causal)
         do, o = (t[0].transpose(0, 1) for t in (do, o))
+        assert do.is_contiguous() and o.is_contiguous()
         found = attention.Attended(o, lse[0, ..., 0])
         grads = attention._torch_bwd(do, q, k, v, found, lengths, scale)
         return tuple(t.transpose(0, 1)[None] for t in grads)

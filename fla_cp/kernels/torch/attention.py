@@ -1,9 +1,9 @@
 """Causal softmax attention over packed sequences: one interface for PyTorch's kernels.
 
 On CUDA, bf16 and fp16 with up to 256 channels a head run cuDNN's attention where it is faster
-(`cudnn_attention`), and else PyTorch's flash attention for sequences of different lengths:
-FlashAttention-2, or the version that `torch.nn.attention` was told to activate. Everything else
-runs the same sums in torch operations, a block of queries at a time.
+(`cudnn_attention`, `attention_parts`), and else PyTorch's flash attention for sequences of
+different lengths: FlashAttention-2, or the version that `torch.nn.attention` was told to activate.
+Everything else runs the same sums in torch operations, a block of queries at a time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Divides softmax attention into parts, so that cuDNN's kernels compute nearly all of it.
 
 cuDNN takes one sequence at a time: either as many causal queries as keys, or queries that attend
-to all keys. It also plans anew for each pair of lengths. A long sequence of n queries and m keys
-therefore becomes up to four parts:
+to all keys, and it makes a new plan for each pair of lengths. A long sequence of n queries and m
+keys is therefore divided:
 
-    all keys before the queries   0 .. M      M .. m - n     the queries' own keys
-    queries 0 .. N                cuDNN       flash          cuDNN, causal
-    queries N .. n                flash, over all keys
+    keys:             0 .. M     M .. m - n    the queries' own
+    queries 0 .. N    cuDNN      flash         cuDNN, causal
+    queries N .. n    flash, over all their keys
 
-N and M are n and m - n, rounded down to lengths of which there are few (`rounded`). Usually they
-are n and m - n themselves. One call of flash attention computes the last queries of all sequences,
-and short sequences whole. Results over different keys are merged by the logarithms of their sums.
+N is n, rounded down to lengths of which there are few (`rounded`). M is the sum of a few powers of
+two, each of which is a call of its own (`powers`); without a mask it comes from m. Where ranks
+have ranges of equal power-of-two lengths, N and M are n and m - n. One call of flash attention
+computes the last queries of all sequences, and short sequences whole. Results over different keys
+are merged by the logarithms of their sums.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.kernels.torch.attended import Attended
-from fla_cp.partition.key_rows import Lengths
+from fla_cp.partition.key_rows import Lengths, joined
 from fla_cp.partition.rows import Rows
 from fla_cp.rule import accumulator
 
@@ -32,14 +34,17 @@ LEAST = 1024
 
 PAIRS = 2**23
 """The fewest pairs of a query and a key in a sequence of which cuDNN computes a part: 4096 causal
-queries have as many. For fewer, the calls take the host longer than they spare the GPU."""
+queries have as many. With fewer, the calls cost the host more time than they save the GPU."""
 
 DIGITS, DIGITS_BEHIND = 6, 4
-"""Binary digits of `rounded` lengths: of a whole sequence, which has one length, and of queries
-behind other keys, which have two."""
+"""Binary digits that `rounded` keeps: for a sequence without keys before its queries, and for one
+with such keys, for which there are pairs of lengths to plan."""
+
+POWERS = 4
+"""The most calls of cuDNN for the keys before the queries."""
 
 ROWS = 4096
-"""Queries whose results are merged at a time, in fp32."""
+"""How many queries have their results merged at a time, in fp32."""
 
 
 class Part(NamedTuple):
@@ -53,8 +58,8 @@ class Part(NamedTuple):
 
 class Block(NamedTuple):
     """Some rows of queries, and the parts whose results are merged for them. Together, the parts
-    read all keys of the sequence that these queries attend to. adds: whether later queries of the
-    sequence have already written gradients of these keys."""
+    cover all keys that these queries attend to. adds: whether the gradients of these keys already
+    hold the share of later queries."""
 
     queries: slice
     parts: tuple[Part, ...]
@@ -85,16 +90,25 @@ def rounded(n: int, digits: int) -> int:
     return 0 if n < LEAST else n >> shift << shift
 
 
+def powers(n: int) -> list[int]:
+    """At most POWERS powers of two from LEAST on, the largest first, whose sum is near n and not
+    above it."""
+    found: list[int] = []
+    while n >= LEAST and len(found) < POWERS:
+        found.append(1 << n.bit_length() - 1)
+        n -= found[-1]
+    return found
+
+
 def divided(lengths: Lengths) -> Division | None:
-    """The parts of these sequences; None if flash attention computes everything, or if the lengths
-    may change."""
-    if lengths.changes or 0 in lengths.queries or lengths.longest[0] < LEAST:
+    """The parts of these sequences; None if flash attention computes everything, if the lengths may
+    change, or if a sequence has no queries."""
+    return None if lengths.changes else lengths.cached("division", lambda: _divided(lengths))
+
+
+def _divided(lengths: Lengths) -> Division | None:
+    if 0 in lengths.queries or lengths.longest[0] < LEAST:
         return None
-    found = lengths.cached("division", lambda: _divided(lengths))
-    return found if found.blocks else None
-
-
-def _divided(lengths: Lengths) -> Division:
     q, k = (accumulate(x, initial=0) for x in (lengths.queries, lengths.keys))
     starts = zip(lengths.queries, lengths.keys, q, k, strict=False)
     blocks, runs, left = [], [], []
@@ -107,19 +121,20 @@ def _divided(lengths: Lengths) -> Division:
         if parts:
             blocks.append(Block(slice(query, query + N), parts, adds=n > N))
     rest = Lengths(tuple(left), lengths.keys, lengths.causal) if runs else None
-    return Division(Rows(tuple(runs)), rest, tuple(blocks))
+    return Division(Rows(joined(runs)), rest, tuple(blocks)) if blocks else None
 
 
 def _parts(n: int, m: int, start: int, causal: bool) -> tuple[Part, ...]:
     """The parts of one sequence of n queries and m keys, whose keys begin at the row `start`; none
     if it stays whole."""
     before = m - n if causal else m
-    N, M = rounded(n, DIGITS_BEHIND if before else DIGITS), rounded(before, DIGITS_BEHIND)
-    if not N or N * M + causal * N * N // 2 < PAIRS:
+    N, calls = rounded(n, DIGITS_BEHIND if before else DIGITS), powers(before)
+    if not N or N * sum(calls) + causal * N * N // 2 < PAIRS:
         return ()
-    parts, middle, own = [], start + M, start + before
-    if M:
-        parts.append(Part(slice(start, middle), Lengths((N,), (M,), False), True))
+    parts, middle, own = [], start, start + before
+    for M in calls:
+        parts.append(Part(slice(middle, middle + M), Lengths((N,), (M,), False), True))
+        middle += M
     if middle < own:
         parts.append(Part(slice(middle, own), Lengths((N,), (own - middle,), False), False))
     if causal:
@@ -175,7 +190,7 @@ def attend_bwd(
     dq = torch.empty_like(q)
     if lengths is None:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-    else:  # what it gives for keys that none of these queries reads is overwritten
+    else:  # garbage for keys that none of these queries reads; the blocks overwrite it
         mine = Attended(rest.of(found.o), rest.of(found.lse.T).T)
         grads = run(rest.of(do), rest.of(q), k, v, mine, lengths, False)
         rest.put(dq, grads[0])

@@ -1,8 +1,8 @@
 """cuDNN's softmax attention, as PyTorch comes with it, for the queries and keys of one sequence.
 
-On a Hopper GPU it takes about half of FlashAttention-2's time. It has no form for sequences of
-different lengths that would be as fast, and for each pair of lengths cuDNN plans once, which takes
-the host 0.1 s. `fla_cp.kernels.torch.attention_parts` says which lengths it is given.
+On a Hopper GPU it takes about half of FlashAttention-2's time. Its form for sequences of different
+lengths is many times slower, and for each pair of lengths cuDNN makes a plan, which takes the host
+0.05 to 0.1 s in each direction. `fla_cp.kernels.torch.attention_parts` says what it is given.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.nn import attention
 from fla_cp.kernels.torch.attended import Attended
 
 CAPABILITY = (9, 0)
-"""The GPUs on which it has been measured."""
+"""The compute capability of the GPUs on which it was measured."""
 
 LARGEST = 2**31
-"""Tensors with this many elements stay with flash attention: cuDNN was not tried with them."""
+"""Queries or keys with this many elements in all query heads, or more, stay with flash attention:
+cuDNN was not tried with them."""
 
 _log = logging.getLogger(__name__)
 _refused: set[tuple[Any, ...]] = set()
@@ -40,7 +41,7 @@ def runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch.backends.cuda.cudnn_sdp_enabled()
         and _capability(q.device) == CAPABILITY
         and q.shape[-1] % 8 == v.shape[-1] % 8 == 0
-        and max(x.numel() for x in (q, k, v)) < LARGEST
+        and max(len(x) * q.shape[1] * max(q.shape[2], v.shape[2]) for x in (q, k)) < LARGEST
         and not torch.are_deterministic_algorithms_enabled()
         and active() is None
     )
@@ -58,11 +59,15 @@ def _kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def _refuse(q: Tensor, k: Tensor, v: Tensor, error: RuntimeError) -> None:
     """Notes that cuDNN has no kernel for such heads, so that it is not asked again. Raises `error`
     if it says something else."""
-    if isinstance(error, torch.OutOfMemoryError) or "cudnn" not in str(error).lower():
+    said = str(error).lower()
+    fault = "cuda error" in said or "execution_failed" in said or "cudnn" not in said
+    if fault or isinstance(error, torch.OutOfMemoryError):
         raise error
-    kind, said = _kind(q, k, v), str(error).splitlines()[0]
+    kind, line = _kind(q, k, v), str(error).splitlines()[0]
     _refused.add(kind)
-    _log.warning("flash attention computes heads that cuDNN refuses, %s: %s", kind, said)
+    lengths = len(q), len(k)
+    text = "flash attention computes heads that cuDNN refuses, %s with lengths %s: %s"
+    _log.warning(text, kind, lengths, line)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attended | None:
@@ -87,7 +92,7 @@ def backward(
     cuDNN has no kernel for such heads."""
     if _kind(q, k, v) in _refused:
         return None
-    unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout
+    unread = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's state
     try:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *map(_heads_first, (do, q, k, v, found.o)),
@@ -111,8 +116,8 @@ def backward(
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[T, H, D] -> [1, H, T, D], a view; rows are copied if a kernel cannot load 16 bytes of
-    them at once."""
-    if x.stride(-1) != 1 or any(n % 8 for n in (x.storage_offset(), *x.stride()[:-1])):
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.transpose(0, 1)[None]
+    """[T, H, D] -> [1, H, T, D] of contiguous rows, a view if x has them and begins where a kernel
+    can load 16 bytes at once. PyTorch keeps plans without the strides of do and o, on which they
+    depend, so that others would be read as if they had those of the first call."""
+    rows = x.contiguous() if x.storage_offset() % 8 == 0 else x.clone()
+    return rows.contiguous().transpose(0, 1)[None]
