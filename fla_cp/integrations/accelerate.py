@@ -67,9 +67,10 @@ class CPAccelerator(Accelerator):
     Takes the arguments of accelerate's Accelerator, and by name:
     parallelism_config: sizes of dp_replicate, dp_shard and cp; also from `accelerate launch`.
     fsdp_plugin: FSDP2 (fsdp_version=2), which shards parameters over dp_shard x cp.
-    layout: "contiguous", "zigzag", or "auto": zig-zag ranges for batches in which they give the
-        ranks more equal work in softmax attention, if the model is one that `parallelize` knows or
-        has `fla_cp.nn.Attention` or `MultiHeadLatentAttention`.
+    layout: "contiguous", "zigzag", or "auto": zig-zag ranges for batches in which they leave the
+        busiest rank at least 5% less work in softmax attention, if the model is one that
+        `parallelize` knows or has `fla_cp.nn.Attention` or `MultiHeadLatentAttention`. A rank then
+        has two ranges of tokens, see `context.token_ranges`.
     exchange: how states travel between ranks, as for `build_cp_context`.
     conv1d_kernel_size: that of the model's convolutions; None: found in the model.
 

@@ -31,8 +31,8 @@ from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_
 
 LAYOUTS = ("auto", "contiguous", "zigzag")
 LESS = 0.95
-"""What share of the busiest rank's softmax attention must be left with zig-zag ranges, at most,
-for "auto" to take them."""
+""""auto" takes zig-zag ranges if the busiest rank then has less than this share of the softmax
+attention that it has with contiguous ones."""
 IGNORED = -100
 """A label that is not counted."""
 
@@ -85,14 +85,14 @@ class Place:
 
     def _ranges(self, offsets: Sequence[int]) -> list[list[tuple[int, int]]]:
         """The token ranges of all ranks for a batch with these documents."""
-        contiguous, zigzag = (
-            divide(offsets[-1], self.size)
-            for divide in (contiguous_token_ranges, zigzag_token_ranges)
-        )
-        if self.layout == "auto" and self.softmax and self.size > 1:
-            most = [max(map(partial(_pairs, offsets), x)) for x in (contiguous, zigzag)]
-            return zigzag if most[1] < LESS * most[0] else contiguous
-        return zigzag if self.layout == "zigzag" else contiguous
+        contiguous = contiguous_token_ranges(offsets[-1], self.size)
+        if self.layout == "contiguous" or self.size == 1:
+            return contiguous
+        zigzag = zigzag_token_ranges(offsets[-1], self.size)
+        if self.layout == "zigzag":
+            return zigzag
+        most = [max(map(partial(_pairs, offsets), x)) for x in (contiguous, zigzag)]
+        return zigzag if self.softmax and most[1] < LESS * most[0] else contiguous
 
 
 def _pairs(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> int:

@@ -214,7 +214,7 @@ class ParallelConfig:
     layout: Literal["auto", "contiguous", "zigzag", "uneven"] = "auto"
     """Which tokens of a sequence a cp rank owns. contiguous: one range. zigzag: two ranges, which
     mirror each other about the middle, so that ranks have about equal work in softmax attention.
-    auto: zigzag for models with softmax attention whose packs are sharded, except with
+    auto: zigzag if the model has softmax attention and packs are cut between ranks, except with
     data.max_documents, and contiguous otherwise. uneven, for --check-parity only: one range, which
     is twice as long on the second rank as on the first, and so on."""
     exchange: Annotated[
