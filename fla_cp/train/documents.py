@@ -146,12 +146,22 @@ def _character(path: Path, at: int, stop: int) -> int:
     return min(at, stop)
 
 
+class _Opened(NamedTuple):
+    """rows: of a data set. held_out: the name of their split, if the held-out rows are a split of
+    their own. from_json: whether they are those of jsonl files."""
+
+    rows: Any
+    held_out: str | None
+    from_json: bool
+
+
 class RowDocuments:
     """Rows of a data set on disk, read through `datasets`.
 
     path: a folder that `save_to_disk` wrote, a .parquet or .jsonl file, or a folder with such files
     of one kind. If these are named after splits, such as train-00000-of-00002.parquet, they are
     splits as in a DatasetDict. column: a column to read instead of those that the module names.
+    Conversations lose what is null in them, except those of jsonl files, see `_without_nulls`.
     split: as in `TextDocuments`; None reads the split train of several. cache: folder for the
     memory-mapped form of jsonl and parquet files. column_flag: the program's option for the column,
     for errors. Processes that receive this object open the rows themselves.
@@ -170,7 +180,10 @@ class RowDocuments:
         needs_extra("--data hf:PATH", "datasets")
         self.path, self.cache, self.split = path, cache, split
         self.form, self.columns = _columns(self._rows, column, path, column_flag)
-        total = hashlib.sha256(f"rows {self.columns} {self._opened[1] or False}".encode())
+        self.nulls = self.form != "chat" or self._opened.from_json
+        total = hashlib.sha256(f"rows {self.columns} {self._opened.held_out or False}".encode())
+        if not self.nulls:
+            total.update(b"without nulls")
         for file in sorted(file for file in _stored(path) if file.is_file()):
             facts = file.stat()
             total.update(
@@ -187,17 +200,16 @@ class RowDocuments:
         return {k: v for k, v in self.__dict__.items() if k not in ("_opened", "_indices")}
 
     @cached_property
-    def _opened(self) -> tuple[Any, str | None]:
-        """The rows, and the name of their split, if the held-out rows are a split of their own."""
+    def _opened(self) -> _Opened:
         return _open_rows(self.path, self.split, self.cache)
 
     @property
     def _rows(self) -> Any:
-        return self._opened[0]
+        return self._opened.rows
 
     @property
     def _separate(self) -> bool:
-        return self._opened[1] is not None
+        return self._opened.held_out is not None
 
     @cached_property
     def _indices(self) -> np.ndarray:
@@ -222,6 +234,8 @@ class RowDocuments:
             self._check_utf8(rows, names)
             raise
         columns = [found[name] for name in self.columns]
+        if not self.nulls:
+            columns = [_without_nulls(column) for column in columns]
         return list(columns[0] if len(columns) == 1 else zip(*columns, strict=True)), names
 
     def _check_utf8(self, rows: Sequence[int], names: Sequence[str]) -> None:
@@ -247,8 +261,19 @@ def _stored(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("*"))
 
 
-def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, str | None]:
-    """Opens the rows of `RowDocuments`; see `RowDocuments._opened` for the result."""
+def _without_nulls(value: Any) -> Any:
+    """The same without keys whose value is null, at any depth.
+
+    A struct of Arrow has the same keys in each row, so those that a message or a tool call lacks
+    are null in it, and a chat template would render them. Only jsonl knows an explicit null.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _open_rows(path: Path, split: Split | None, cache: Path) -> _Opened:
+    """Opens the rows of `RowDocuments`."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -258,10 +283,11 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, str |
             names = json.loads((path / "dataset_dict.json").read_text())["splits"]
         name, separate = _chosen(path, names, split)
         with _errors(path, saved):
-            return datasets.load_from_disk(str(path / name)), name if separate else None
+            rows = datasets.load_from_disk(str(path / name))
+            return _Opened(rows, name if separate else None, False)
     if (path / "state.json").is_file():
         with _errors(path, saved):
-            return datasets.load_from_disk(str(path)), None
+            return _Opened(datasets.load_from_disk(str(path)), None, False)
     files = [path] if path.is_file() else sorted(path.glob("*"))
     kinds = {
         kind: [str(file) for file in files if file.suffix == kind]
@@ -282,7 +308,8 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, str |
     if not any(os.path.getsize(file) for file in found):
         raise ValueError(f"hf: the {kind} files of {path} must have rows, got empty files")
     with _errors(path, kind[1:]):
-        return read(found, cache_dir=str(cache / "datasets")), named
+        rows = read(found, cache_dir=str(cache / "datasets"))
+        return _Opened(rows, named, kind == ".jsonl")
 
 
 def _by_split(path: Path, files: Sequence[str]) -> dict[str, list[str]]:

@@ -218,6 +218,38 @@ def test_columns_say_what_a_row_is(row, column, form, read, tmp_path):
     assert len(data) < 1000 and copy.read([1]) == (found, names)
 
 
+@pytest.mark.parametrize("kind", ["saved", "parquet", "jsonl"])
+def test_conversations_from_arrow_have_no_nulls(kind, tmp_path):
+    """Arrow gives all structs the same keys, so that those that a message lacks are null."""
+
+    def talk(arguments):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        ask = {"role": "user", "content": "a"}
+        return [ask, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+    talks = [talk({"a": [None, {"c": 0}]}), talk({"b": {"d": None, "e": ""}})]
+    values = [{"messages": talk} for talk in talks]
+    table = pyarrow.Table.from_pylist(values)  # from_list of `datasets` may know JSON
+    path = tmp_path / f"a.{kind}"
+    if kind == "saved":
+        datasets.Dataset(table).save_to_disk(str(path))
+    elif kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        write_jsonl(path, values)
+    found = rows(path, None, tmp_path / "cache")
+    if kind == "jsonl":
+        assert found == talks
+        return
+    for messages in talks:
+        del messages[1]["content"]
+    del talks[1][1]["tool_calls"][0]["function"]["arguments"]["b"]["d"]
+    assert found == talks
+    documents = RowDocuments(path, None, None, tmp_path / "cache")
+    copy = pickle.loads(pickle.dumps(documents))
+    assert copy.read([1])[0] == talks[1:]
+
+
 @pytest.mark.parametrize(
     "row, column, message",
     [
