@@ -114,6 +114,10 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     return FAILED if ranks.host_max([failed])[0] else 0
 
 
+NOT_HELD_OUT = "; --eval-every 0 reads no held-out data"
+"""What a mistake in the held-out data ends with."""
+
+
 @announced("data")
 def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     """The packs of one split. Raises UserError, on all ranks, if one of them cannot read them.
@@ -127,7 +131,7 @@ def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     try:
         dataset = build_dataset(data.source, data.seq_len, split, config.run.seed, reading)
     except (ValueError, OSError) as error:
-        problem = str(error)
+        problem = str(error) if split == "train" else f"{error}{NOT_HELD_OUT}"
     problems = ranks.gather(problem)
     for rank, text in enumerate(problems):
         if text:
@@ -245,7 +249,7 @@ def read_held_out(config: TrainConfig, valid: Packs, ranks: Ranks) -> HeldOut:
         packs = valid.head(config.data.eval_batches * config.data.global_batch_size)
         found = HeldOut(config, packs, ranks)
     except ValueError as error:
-        problem = data_problem(error)
+        problem = f"{data_problem(error)}{NOT_HELD_OUT}"
     problem = ranks.first_problem(problem)
     if found is None or problem:
         raise UserError(problem)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
+from fla_cp.ops.checks import MAX_DIM, MAX_WIDE_DIM
 from fla_cp.train.arguments import file_among
 from fla_cp.train.balance import check_micro_batches, rates
 from fla_cp.train.config import SEEDS, ModelConfig, RunConfig, TrainConfig, UserError
@@ -212,7 +213,9 @@ def validate(config: TrainConfig) -> None:
     for name in ("layers", "hidden_size", "num_heads", "head_dim"):
         value = getattr(model, name)
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
-    need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
+    wide = model.folder is None and _mixers(model) <= {"gla", "simple_gla"}
+    most = MAX_WIDE_DIM if wide else MAX_DIM
+    need((model.head_dim or 1) <= most, "--model.head-dim", f"at most {most}", model.head_dim)
     if model.folder is None:
         _check_experts(config)
     softmax = sorted(_mixers(model) & set(SOFTMAX))

@@ -114,6 +114,8 @@ def test_missing_toml():
         ),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
         ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),
+        ("--mixer gla --model.head-dim 513", "--model.head-dim must be at most 512, got 513"),
+        ("--model.pattern gla,kda --model.head-dim 512", "must be at most 256, got 512"),
         ("--model.gate-lower-bound -6", r"--model.gate-lower-bound must be in \[-5, 0\), got -6"),
         (
             "--global-batch-size 3 --dp-shard 2",

@@ -468,6 +468,17 @@ def test_a_run_has_the_chosen_ranges():
     assert build.call_args.kwargs["token_ranges"] == zigzag_token_ranges(512, 2)
 
 
+def test_a_mistake_in_held_out_data_names_the_way_without_them(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words " * 100)
+    flags = ["--data", f"text:{tmp_path / 'text'}", "--out", str(tmp_path / "run")]
+    assert run_here(*flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "fewer than one pack of seq_len=" in line
+    assert line.endswith("; --eval-every 0 reads no held-out data")
+    assert run_here(*flags, "--eval-every", "0", "--max-steps", "1") == 0
+
+
 def test_unequal_work_of_attention_is_told(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fla_cp.train.advice, "mirrored_attention", lambda config: True)
     flags = ["--max-steps", "1", "--optim.momentum", "0.9", "--out", str(tmp_path / "run")]
