@@ -51,10 +51,12 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
 
 
 @announced("model of transformers")
-def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on these tokens. To be called before the
-    run folder is made. weights: whether those of DIR will be loaded."""
+def check_folder(
+    config: TrainConfig, vocab_size: int, device: torch.device, *, weights: bool
+) -> None:
+    """Raises UserError if --model hf:DIR cannot be trained on these tokens and this device. To be
+    called before the run folder is made. weights: whether those of DIR will be loaded."""
     if config.model.folder is not None:
         from fla_cp.train.stock import check_stock
 
-        check_stock(config, vocab_size, weights=weights)
+        check_stock(config, vocab_size, device, weights=weights)

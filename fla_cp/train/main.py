@@ -95,7 +95,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
     run = open_run(config, ranks, lock).path
-    check_folder(config, dataset.vocab_size, weights=True)
+    check_folder(config, dataset.vocab_size, ranks.device, weights=True)
     begin_run(config, run, ranks, lock)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
@@ -168,7 +168,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     vocab_size = vocabulary(config.model, data.vocab_size)
     facts = checkpoint.facts(config, vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
-    check_folder(config, data.vocab_size, weights=found is None)
+    check_folder(config, data.vocab_size, ranks.device, weights=found is None)
     if line := folder.ends(config.run.steps):
         if ranks.rank == 0:
             print(line, flush=True)

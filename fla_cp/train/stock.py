@@ -23,7 +23,7 @@ from fla_cp.nn import RoutingStatistics
 from fla_cp.remat import selective_contexts
 from fla_cp.train.balance import Balance, check_micro_batches
 from fla_cp.train.config import ModelConfig, TrainConfig, UserError
-from fla_cp.train.distributed import Ranks, gathered
+from fla_cp.train.distributed import Ranks, compute_dtype, gathered
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import CONV_SIZE
@@ -149,9 +149,29 @@ def opened(folder: str) -> Any:
     return stock
 
 
-def check_stock(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary, or not as
-    `check_micro_batches` says.
+def _check_widths(stock: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for experts of widths that transformers' grouped product does not take."""
+    config, bytes_each = stock.config, dtype.itemsize
+    grouped = config._experts_implementation == "grouped_mm" and dtype != torch.float64
+    # On older GPUs, transformers multiplies the matrices of one expert after the other.
+    older = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if not _routers(stock) or not grouped or older:
+        return
+    for name in ("hidden_size", "moe_intermediate_size"):
+        width = getattr(config, name)
+        if width * bytes_each % 16:
+            raise ValueError(
+                f"{name} must be a multiple of {16 // bytes_each}, 16 bytes in "
+                f"{str(dtype).removeprefix('torch.')}, for the grouped product of experts, got "
+                f"{width}"
+            )
+
+
+def check_stock(
+    config: TrainConfig, vocab_size: int, device: torch.device, *, weights: bool
+) -> None:
+    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary, on this
+    device, or not as `check_micro_batches` says.
 
     weights: whether the folder's weights will be loaded; a checkpoint needs none of them.
     """
@@ -160,6 +180,7 @@ def check_stock(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
     flag = f"--model hf:{folder}"
     try:
         stock = opened(folder)
+        _check_widths(stock, compute_dtype(config.parallel.dtype, device), device)
         if weights and config.model.init == "weights":
             weights_of(stock, folder)
         parallelize(stock)

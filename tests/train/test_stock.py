@@ -22,6 +22,8 @@ from tests.support.meshes import ranks_of
 from tests.support.stock_folders import FLAGS, save_stock, stock_losses
 from tests.support.stock_models import MODELS, stock_model
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -118,7 +120,7 @@ def test_every_model_trains_like_one_rank(gloo_pool, folders, short_texts, kind)
 def test_parity_needs_the_same_micro_batches_for_a_balancing_loss(folders, short_texts):
     def check(kind, split, *more):
         config = parse(flags_of(split, folders[kind], short_texts, *more))
-        check_folder(config, 256, weights=True)
+        check_folder(config, 256, CPU, weights=True)
 
     given = "--check-parity", "--micro-batch-size", "1"
     message = (
@@ -149,4 +151,35 @@ def test_shared_experts_without_channels_are_refused(kind, name, value, part, fo
     flags = flags_of("--cp 1", tmp_path, "synthetic", "--model.init", "random")
     message = rf"^--model hf:{tmp_path}: model.layers.\d.{part} must have elements, .* \(0, 32\)"
     with pytest.raises(UserError, match=message):
-        check_folder(parse(flags), 64, weights=True)
+        check_folder(parse(flags), 64, CPU, weights=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind, name, width",
+    [
+        ("kimi_linear", "moe_intermediate_size", 10),
+        ("qwen3_next", "moe_intermediate_size", 12),
+        ("qwen3_5_moe", "moe_intermediate_size", 24),
+        ("qwen3_5_moe", "hidden_size", 36),
+        ("qwen3_next", "hidden_size", 34),
+        ("olmo_hybrid", "hidden_size", 36),
+    ],
+)
+def test_widths_are_refused_where_the_grouped_product_fails(kind, name, width, dtype, tmp_path):
+    model = stock_model(kind, **{name: width}).to(getattr(torch, dtype))
+    model.config.save_pretrained(str(tmp_path))
+    flags = flags_of("--cp 1", tmp_path, "synthetic", "--model.init", "random", "--dtype", dtype)
+    config = parse(flags)
+    failure = ""
+    try:
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    except RuntimeError as error:
+        failure = str(error)
+    if not failure:
+        check_folder(config, 64, CPU, weights=True)
+        return
+    assert "multiple of 16 bytes" in failure
+    rule = f"{name} must be a multiple of {4 if dtype == 'float32' else 8}, 16 bytes in {dtype}"
+    with pytest.raises(UserError, match=f"^--model hf:{tmp_path}: {rule}, .* got {width}$"):
+        check_folder(config, 64, CPU, weights=True)
