@@ -9,10 +9,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.started import program
+
+_T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,6 +81,17 @@ def check_seed(name: str, seed: int) -> None:
     """Raises ValueError for a seed that PyTorch's generators do not take. name: of the argument."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"{name} must be from -2^63 to 2^64 - 1, got {seed}")
+
+
+def by_flags(call: Callable[..., _T], **arguments: Any) -> _T:
+    """What a call returns. An error that begins with an argument's name begins with its flag."""
+    try:
+        return call(**arguments)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in arguments:
+            raise
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from None
 
 
 def file_among(*paths: Path) -> Path | None:

@@ -244,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust-checkpoint", action="store_true", help=trust)
     given = parser.parse_args(argv)
     try:
+        if given.shard_bytes < 1:
+            raise UserError(f"--shard-bytes must be at least 1, got {given.shard_bytes}")
         line = export(
             given.run,
             given.out,

@@ -32,7 +32,7 @@ from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
-from fla_cp.train.arguments import Parser, check_seed
+from fla_cp.train.arguments import Parser, by_flags, check_seed
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
@@ -469,7 +469,7 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
     if given.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens must be at least 1, got {given.max_new_tokens}")
     check_seed("--seed", given.seed)
-    sampling = Sampling(given.temperature, given.top_p)
+    sampling = by_flags(Sampling, temperature=given.temperature, top_p=given.top_p)
     options = {"trust": given.trust_checkpoint, "tokenizer_folder": given.tokenizer}
     model, tokenizer, ends = load(given.run, device, ranks=ranks, **options)
     model = in_dtype(model, DTYPES[given.dtype])

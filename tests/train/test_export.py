@@ -237,12 +237,13 @@ def test_runs_that_cannot_be_exported(made, tmp_path, capsys):
     run = tmp_path / "run"
     (path,) = checkpoints(run)
 
-    def refused(said, source=run, out=tmp_path / "hf"):
-        assert export_main([str(source), str(out)]) == 2
+    def refused(said, source=run, out=tmp_path / "hf", flags=()):
+        assert export_main([str(source), str(out), *flags]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith("error: ") and said in line, line
 
     refused("must not exist yet", out=folder)
+    refused("--shard-bytes must be at least 1, got 0", flags=["--shard-bytes", "0"])
     refused("RUN must be a run folder or a checkpoint", source=tmp_path)
     assert export_main([str(path), str(tmp_path / "of-checkpoint")]) == 0
     assert files(tmp_path / "of-checkpoint") == files(folder)

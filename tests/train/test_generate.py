@@ -305,7 +305,7 @@ def test_the_script_generates_text_and_reports_mistakes(tokenizer_run, capsys):
     assert "tokens/s" in done.stderr.splitlines()[-1]
     done = launched(*command, "--top-p", 2)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "error: top_p must be in (0, 1], got 2.0" in done.stderr
+    assert "error: --top-p must be in (0, 1], got 2.0" in done.stderr
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
@@ -341,6 +341,11 @@ MISTAKES = {
         ["--prompt", "A", "--max-new-tokens", "0"],
         "--max-new-tokens must be at least 1, got 0",
     ),
+    "temperature": (
+        ["--prompt", "A", "--temperature", "-1"],
+        "--temperature must be finite and from 0, got -1.0",
+    ),
+    "share": (["--prompt", "A", "--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
     "seed": (
         ["--prompt", "A", "--seed", "99999999999999999999999"],
         "--seed must be from -2^63 to 2^64 - 1, got 99999999999999999999999",
