@@ -286,7 +286,8 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
         problem = ""
         if (ranks.rank == 0) == turn:
             try:
-                options = Reading(tokenizer, column, given.cache, column_flag="--column")
+                flags = "--column", "--cache"
+                options = Reading(tokenizer, column, given.cache, None, *flags)
                 data = build_dataset(source, length, "valid", _data_seed(given, subject), options)
                 head = data.head(given.packs)
                 found = [head[i] for i in range(len(head))]

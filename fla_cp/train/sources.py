@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,15 @@ SPECS = (
 class Reading:
     """How documents are read. tokenizer: folder of a tokenizer; None: bytes are tokens. column: see
     RowDocuments. cache: folder for tokenised documents; None: `default_cache`. limit: bytes of
-    tokenised documents that it may have, see `Shards`. column_flag: the program's option for the
-    column, for errors."""
+    tokenised documents that it may have, see `Shards`. column_flag, cache_flag: the program's
+    options for column and cache, for errors."""
 
     tokenizer: str | None = None
     column: str | None = None
     cache: str | None = None
     limit: int | None = None
     column_flag: str = "--data.column"
+    cache_flag: str = "--data.cache"
 
     @property
     def root(self) -> Path:
@@ -126,12 +128,14 @@ def _source(
     if kind == "hf" and tokenizer is None:
         _check_exists(path)  # a tokenizer would not help
         raise ValueError(f"{spec!r} needs --tokenizer, the folder of a tokenizer")
-    if tokenizer is not None and (opened := open_documents(spec, split, reading)) is not None:
-        documents, notes = opened
-        shards = Shards(
-            documents, tokenizer, reading.root / "tokens", shard_bytes(seq_len), limit=reading.limit
-        )
-        return TokenisedPacks(shards, seq_len, seed, ahead=split == "train", name=name, notes=notes)
+    if tokenizer is not None:
+        with _cache_errors(reading):
+            if (opened := open_documents(spec, split, reading)) is not None:
+                documents, notes = opened
+                root, size = reading.root / "tokens", shard_bytes(seq_len)
+                shards = Shards(documents, tokenizer, root, size, limit=reading.limit)
+                ahead = split == "train"
+                return TokenisedPacks(shards, seq_len, seed, ahead=ahead, name=name, notes=notes)
     if spec == "stdlib":
         return PackedDataset(_bytes(held_out_split(stdlib_files(), split)), seq_len, name=name)
     if spec == "synthetic":
@@ -154,6 +158,23 @@ def _source(
     cut = len(source) - int(len(source) * HELD_OUT)
     first, stop = (0, cut) if split == "train" else (cut, len(source))
     return PackedDataset(source, seq_len, first=first, stop=stop, name=name, notes=notes)
+
+
+@contextmanager
+def _cache_errors(reading: Reading) -> Iterator[None]:
+    """Turns an OSError of the block that is about the cache into a ValueError with its option."""
+    try:
+        yield
+    except OSError as error:
+        root = Path(os.path.abspath(reading.root))
+        path = Path(os.path.abspath(str(error.filename)))
+        above = root.is_relative_to(path) and not os.path.exists(path)
+        if error.filename is None or not (above or path.is_relative_to(root)):
+            raise
+        raise ValueError(
+            f"{reading.cache_flag} must be a folder that can be made and written, got "
+            f"{reading.root}: {error.strerror}"
+        ) from error
 
 
 def _check_exists(path: str) -> None:

@@ -261,3 +261,21 @@ def test_a_row_that_is_found_bad_in_the_run_ends_it_in_one_line(workers, folder,
         f"error: --data: {tmp_path}/tasks.jsonl: prompt and completion of row 222 must be a prompt"
     )
     assert len(read_metrics(tmp_path / "run")) > 1
+
+
+@pytest.mark.parametrize("source", ["text:{}/text", "hf:{}/chat.jsonl"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_cache_that_cannot_be_made_is_named(source, missing, folder, tmp_path, capsys):
+    """Nobody may make folders in /proc, or below a file."""
+    (tmp_path / "file").touch()
+    cache = "/proc/none/cache" if missing else str(tmp_path / "file")
+    flags = [*FLAGS, "--data", source.format(folder), "--tokenizer", str(folder / "tokenizer")]
+    flags += ["--data.cache", cache, "--out", str(tmp_path / "run")]
+    assert fla_cp.train.main.main(flags) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    reason = "No such file or directory" if missing else "Not a directory"
+    said = "must be a folder that can be made and written"
+    assert error == f"error: --data.cache {said}, got {cache}: {reason}"
+    reading = Reading(str(folder / "tokenizer"), cache=cache, cache_flag="--cache")
+    with pytest.raises(ValueError, match=f"^--cache {said}, got {cache}"):
+        build_dataset(source.format(folder), T, "valid", 0, reading)
