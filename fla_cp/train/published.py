@@ -57,7 +57,7 @@ def open_published(path: Path) -> tuple[Decoder, Layout, TensorFolder]:
         ) from None
     try:
         folder = TensorFolder(path, layout.renamed)
-        check_folder(layout, folder)
+        check_folder(layout, folder, "the model in config.json")
     except (ValueError, OSError) as error:
         raise UserError(f"HF_DIR {path}: {error}") from None
     return decoder, layout, folder
@@ -84,7 +84,7 @@ def _described(path: Path, config: dict[str, Any]) -> tuple[Decoder, Layout]:
     with on_meta():
         decoder = Decoder(model, understood.vocab_size, shape)
     layout = layout_of(decoder)
-    compare_options(layout, path, config)
+    compare_options(layout, path, config, " for fla_cp's decoder")
     _check_positions(understood, _understood(path, layout.config))
     return decoder, layout
 

@@ -41,8 +41,12 @@ POSITIONS = ("rope_parameters",)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_folder(layout: Layout, folder: TensorFolder) -> list[str]:
+def check_folder(
+    layout: Layout, folder: TensorFolder, model: str = "this run's model"
+) -> list[str]:
     """Compares a folder with a decoder's layout; returns notes on what differs on purpose.
+
+    model: what to call the decoder in an error.
 
     Raises ValueError, with the name of the option or tensor, for a quantised model, a model with a
     vision tower, another architecture, an option that makes another model, and tensors that are
@@ -55,15 +59,15 @@ def check_folder(layout: Layout, folder: TensorFolder) -> list[str]:
             f"this run's --model.pattern, got {config.get('model_type')!r}"
         )
     notes = compare_options(layout, folder.path, config)
-    _compare_names(layout, folder)
+    _compare_names(layout, folder, model)
     for name, stored in folder.tensors.items():
         published = layout.tensors.get(layout.copies.get(name, name))
         if published is None:
             continue
         if stored.shape != published.shape:
             raise ValueError(
-                f"{name} in {folder.path} must have the shape {published.shape} of this run's "
-                f"model, got {stored.shape}"
+                f"{name} in {folder.path} must have the shape {published.shape} of {model}, "
+                f"got {stored.shape}"
             )
         if stored.dtype not in FLOATS:
             raise ValueError(
@@ -95,9 +99,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[str]:
+def compare_options(
+    layout: Layout, path: Path, config: dict[str, Any], why: str = ", as this run's options say"
+) -> list[str]:
     """Compares config.json with a layout's options, both as transformers understands them, with its
-    defaults; returns notes as `check_folder`. Raises ValueError for an option that differs."""
+    defaults; returns notes as `check_folder`. why: why an option must be the layout's, for errors.
+    Raises ValueError for an option that differs."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[layout.model_type]
@@ -114,8 +121,7 @@ def compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[
             continue
         if name not in POSITIONS:
             raise ValueError(
-                f"{name} in config.json of {path} must be {wanted!r}, as this run's options say, "
-                f"got {found!r}"
+                f"{name} in config.json of {path} must be {wanted!r}{why}, got {found!r}"
             )
         notes.append(f"rotary positions differ: {name} is {wanted}, in {path} {found}")
     return notes
@@ -140,12 +146,12 @@ def _of_absent_parts(*configs: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _compare_names(layout: Layout, folder: TensorFolder) -> None:
+def _compare_names(layout: Layout, folder: TensorFolder, model: str) -> None:
     wanted = set(layout.tensors)
     optional = set(layout.copies)
     found = {name for name in folder.tensors if not name.startswith(layout.ignored)}
     for what, names in (("lacks", wanted - found), ("has", found - wanted - optional)):
         if names:
             first = ", ".join(sorted(names)[:3]) + (", .." if len(names) > 3 else "")
-            end = "" if what == "lacks" else ", for which this run's model has no place"
+            end = "" if what == "lacks" else f", for which {model} has no place"
             raise ValueError(f"{folder.path} {what} {first} ({len(names)} in all){end}")
