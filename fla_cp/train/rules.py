@@ -213,12 +213,14 @@ def validate(config: TrainConfig) -> None:
     for name in ("layers", "hidden_size", "num_heads", "head_dim"):
         value = getattr(model, name)
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
-    wide = model.folder is None and _mixers(model) <= {"gla", "simple_gla"}
-    most = MAX_WIDE_DIM if wide else MAX_DIM
-    need((model.head_dim or 1) <= most, "--model.head-dim", f"at most {most}", model.head_dim)
+    mixers = _mixers(model)
+    narrow = mixers - {"gla", "simple_gla"}
+    most = MAX_DIM if narrow else MAX_WIDE_DIM
+    rule = f"at most {most} with {' and '.join(sorted(narrow or mixers))}"
+    need((model.head_dim or 1) <= most, "--model.head-dim", rule, model.head_dim)
     if model.folder is None:
         _check_experts(config)
-    softmax = sorted(_mixers(model) & set(SOFTMAX))
+    softmax = sorted(mixers & set(SOFTMAX))
     small = softmax and model.head_dim == 1
     need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
     eps = model.norm_eps

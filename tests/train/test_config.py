@@ -113,9 +113,9 @@ def test_missing_toml():
             "uneven",
         ),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
-        ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),
-        ("--mixer gla --model.head-dim 513", "--model.head-dim must be at most 512, got 513"),
-        ("--model.pattern gla,kda --model.head-dim 512", "must be at most 256, got 512"),
+        ("--model.head-dim 512", "--model.head-dim must be at most 256 with kda, got 512"),
+        ("--mixer gla --model.head-dim 513", "must be at most 512 with gla, got 513"),
+        ("--model.pattern gla,kda,gdn --model.head-dim 512", "at most 256 with gdn and kda, got"),
         ("--model.gate-lower-bound -6", r"--model.gate-lower-bound must be in \[-5, 0\), got -6"),
         (
             "--global-batch-size 3 --dp-shard 2",
@@ -133,6 +133,12 @@ def test_missing_toml():
 def test_broken_rules_name_flag_rule_and_value(flags, message):
     with pytest.raises(UserError, match=message):
         parse(flags.split())
+
+
+@pytest.mark.parametrize("mixers", ["gla", "simple_gla", "gla,simple_gla"])
+def test_heads_of_512_channels_where_the_operators_take_them(mixers):
+    config = parse(["--model.pattern", mixers, "--model.head-dim", "512"])
+    assert config.model.head_dim == 512
 
 
 @pytest.mark.parametrize(
