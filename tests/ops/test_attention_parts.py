@@ -140,6 +140,27 @@ def test_gradients_of_o_may_have_any_strides(kernels, view):
     assert all(map(torch.equal, *grads))
 
 
+def test_gradients_of_queries_are_summed_up_in_fp32(kernels):
+    """Each of five parts is rounded to bf16, and their sum once more, but not what is in between.
+    Then the error is at most about sqrt(2) times that of rounding the whole."""
+    lengths = Lengths((256,), (256 + 16 * (8 + 4 + 2 + 1),))
+    q, k, v, do = (x.bfloat16() for x in drawn(lengths))
+    wide = [x.double() for x in (do, q, k, v)]
+    found = attention._torch(*wide[1:], lengths, 0.3)
+    exact = attention._torch_bwd(*wide, found, lengths, 0.3)[0]
+    division = attention_parts.divided(lengths)
+    assert [len(block.parts) for block in division.blocks] == [5]
+
+    def run(do, q, k, v, found, lengths, dense):
+        wide = (x.double() for x in (do, q, k, v))
+        grads = attention._torch_bwd(*wide, found, lengths, 0.3)
+        return tuple(x.bfloat16() for x in grads)
+
+    dq = attention_parts.attend_bwd(do, q, k, v, found, division, run)[0]
+    error, least = ((x.double() - exact).norm() for x in (dq, exact.bfloat16()))
+    assert dq.dtype == torch.bfloat16 and error < 1.5 * least
+
+
 def test_cudnn_is_not_called_for_little():
     def divides(n, m):
         return attention_parts.divided(Lengths((n,), (m,))) is not None
