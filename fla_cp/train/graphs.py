@@ -31,7 +31,7 @@ from fla_cp import FLACPContext, build_cp_context
 from fla_cp.comm import GraphWaits, captured_exchange, collectives
 from fla_cp.kernels import graph_clock
 from fla_cp.train.config import TrainConfig
-from fla_cp.train.distributed import Ranks
+from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import backward
 from fla_cp.train.model import has_compiled_blocks
@@ -52,6 +52,9 @@ PROVEN_RANKS, PROVEN_COMPILED = 4, 2
 more than the second. On four GPUs the steps of a 340M model with compiled blocks once did not end,
 and why is not known; without compiled blocks they do, and take a quarter of the time
 (docs/log.md)."""
+
+PROVEN_HYBRIDS = 1
+"""The same for models with softmax attention or experts."""
 
 MAX_SEEN = 16
 """How many packings without a graph are remembered, with their tables."""
@@ -258,19 +261,15 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
 
     "auto" captures nothing on CPUs, and nothing that may wait for the host, that has not been
     proven on GPUs, or that reduces gradients only after several micro-batches: more ranks than
-    PROVEN_RANKS or PROVEN_COMPILED, models of transformers, experts, --offload, softmax attention,
-    and --parallel.reduce step.
+    `proven_ranks`, models of transformers, --offload, and --parallel.reduce step.
     """
     parallel, data = config.parallel, config.data
     wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
     single = (data.micro_batch_size or packs) == packs
     if wanted == "auto":
         reduces = single or parallel.reduce == "micro_batch"
-        experts = isinstance(model, LanguageModel) and model.balance is not None
-        eager = config.model.folder is not None or config.model.offload or experts
-        softmax = config.model.folder is None and set(mixers_of(config.model)) & set(SOFTMAX)
-        proven = PROVEN_COMPILED if has_compiled_blocks(model) else PROVEN_RANKS
-        eager = eager or bool(softmax) or ranks.world_size > proven
+        eager = config.model.folder is not None or config.model.offload
+        eager = eager or ranks.world_size > proven_ranks(model, config, ranks.device)
         if ranks.device.type != "cuda" or eager or not reduces:
             return None
     if wanted == "off":
@@ -286,6 +285,19 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
     found = Graphs(model, data.max_documents, auto=auto, agreed=agreed, single=single)
     ranks.at_end.append(found.close)
     return found
+
+
+def proven_ranks(model: nn.Module, config: TrainConfig, device: torch.device) -> int:
+    """The most ranks on which "auto" captures graphs of a model that is not of transformers. In
+    float32, products of experts wait for the host, and no graph of softmax attention was tried."""
+    proven = PROVEN_COMPILED if has_compiled_blocks(model) else PROVEN_RANKS
+    if config.model.folder is not None:
+        return proven
+    experts = isinstance(model, LanguageModel) and model.balance is not None
+    if not experts and not set(mixers_of(config.model)) & set(SOFTMAX):
+        return proven
+    half = compute_dtype(config.parallel.dtype, device) == torch.bfloat16
+    return min(proven, PROVEN_HYBRIDS) if half else 0
 
 
 def fits(device: torch.device) -> bool:

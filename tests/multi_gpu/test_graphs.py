@@ -25,10 +25,18 @@ def run_and_expect(command: list[str], printed: str, timeout: float) -> None:
     assert printed in done.stdout
 
 
+EXPERTS = "--model.experts 8 --model.experts-per-token 2 --model.shared-experts 1"
+AUTO = "--cuda-graphs auto --dtype bfloat16"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "flags",
     [
+        f"{AUTO} --model.pattern kda,mla --seq-len 4096 --compile off",
+        f"{AUTO} --model.pattern kda,mla --seq-len 4096 --compile on",
+        f"{AUTO} --model.pattern gdn,attention {EXPERTS} --compile off",
+        f"{AUTO} --model.pattern gdn,attention {EXPERTS} --compile on",
         *("--data.max-documents=16", "--compile off", "--compile on"),
         "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,attention",
         "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,mla --model.mla-rope",

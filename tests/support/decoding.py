@@ -1,6 +1,9 @@
-"""Decoding in a CUDA graph and without one on a GPU, compared: `python -m tests.support.decoding`.
+"""Decoding in a CUDA graph and without one on a GPU, compared.
 
-Each kind of model decodes prompts of unequal lengths, greedily and by drawing, in fp32 and bf16.
+    python -m tests.support.decoding [NAME ..]
+
+Each kind of model, or those that are named, decodes prompts of unequal lengths, greedily and by
+drawing, in fp32 and bf16.
 """
 
 import sys
@@ -89,8 +92,9 @@ def compare_texts(model: generate.Decoder) -> None:
             assert now == before[: before.index(end) + 1 if end in before else NEW]
 
 
-def main() -> None:
-    for name, flags in MODELS.items():
+def main(names: list[str]) -> None:
+    for name in names or MODELS:
+        flags = MODELS[name]
         for dtype in (torch.float32, torch.bfloat16):
             model = made(flags, dtype)
             captured = why_eager(model) is None
@@ -113,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

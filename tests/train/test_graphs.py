@@ -23,6 +23,7 @@ from fla_cp.train.graphs import (
     graphs_of,
     zero_gradients,
 )
+from fla_cp.train.model import build_model
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import HeldOut
@@ -241,7 +242,7 @@ def test_auto_is_for_gpus_and_for_what_never_waits():
     assert found.auto and found.single and gpu.at_end == [found.close]
     assert graphs_of(model, parse(MODEL), cpu) is None
     refused = "--micro-batch-size 1", "--offload", "--no-cuda-graphs", "--cuda-graphs off"
-    for flags in (*refused, "--model.pattern kda,mla"):
+    for flags in refused:
         assert graphs_of(model, parse([*MODEL, *flags.split()]), gpu) is None, flags
     each = "--micro-batch-size 1 --parallel.reduce micro_batch"
     found = graphs_of(model, parse([*MODEL, *each.split()]), gpu)
@@ -258,6 +259,20 @@ def test_auto_is_for_as_many_ranks_as_were_proven(compiled, proven, monkeypatch)
         gpus = SimpleNamespace(device=torch.device("cuda"), at_end=[], world_size=ranks)
         assert (graphs_of(model, parse(MODEL), gpus) is None) == (ranks > proven)
         assert graphs_of(model, parse([*MODEL, "--cuda-graphs", "on"]), gpus) is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("flags", ["--model.pattern kda,mla", "--model.experts 4", ""])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_auto_for_hybrids_and_experts(flags, dtype, compiled, monkeypatch):
+    """They have run through graphs on one GPU, in bf16."""
+    monkeypatch.setattr(graphs, "has_compiled_blocks", lambda _: compiled)
+    config = parse([*MODEL, "--dtype", dtype, *flags.split()])
+    model = build_model(config.model, 300, 0)
+    for ranks in (1, 2):
+        gpus = SimpleNamespace(device=torch.device("cuda"), at_end=[], world_size=ranks)
+        found = graphs_of(model, config, gpus)
+        assert (found is not None) == (not flags or (dtype == "bfloat16" and ranks == 1))
 
 
 def test_graphs_end_before_the_ranks_group():
