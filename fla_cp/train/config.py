@@ -225,11 +225,11 @@ class ParallelConfig:
     """auto: cuda where every local rank has a GPU, else cpu."""
     cuda_graphs: Annotated[Literal["auto", "on", "off"], _short("--cuda-graphs")] = "auto"
     """Capture a micro-batch's forward and backward in a CUDA graph, so that the GPU does not wait
-    for the host. auto: on cuda with at most four ranks, or two if blocks are compiled, as long as
-    packs are divided alike in every step, for example one document each, and the graph fits into
-    memory. on: packings that come back, up to four, or with data.max_documents all packings; a
-    graph then holds the memory of a micro-batch's activations for good. --cuda-graphs alone means
-    on."""
+    for the host. auto: on cuda with at most four ranks, two if blocks are compiled, and one with
+    softmax attention or experts, as long as packs are divided alike in every step, for example one
+    document each, and the graph fits into memory. on: packings that come back, up to four, or with
+    data.max_documents all packings; a graph then holds the memory of a micro-batch's activations
+    for good. --cuda-graphs alone means on."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
     flash_attention_3: Literal["off", "auto", "on"] = "off"
