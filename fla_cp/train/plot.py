@@ -17,6 +17,7 @@ from typing import Any
 
 from fla_cp.train.arguments import Parser
 from fla_cp.train.config import UserError
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import load_toml
@@ -214,6 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    print(table(runs))
-    print(f"picture: {given.out}")
+    say(table(runs))
+    say(f"picture: {given.out}")
     return 0
