@@ -58,7 +58,10 @@ def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
         given.setdefault(folder.resolve(), folder)
     runs = []
     for folder, label in zip(given.values(), labels([*given]), strict=True):
-        rows = read_metrics(folder)
+        try:
+            rows = read_metrics(folder)
+        except OSError as error:
+            raise UserError(f"RUN: cannot read {error.filename}: {error.strerror}") from None
         if not rows:
             raise UserError(f"RUN must be a run folder with lines in metrics.jsonl, got {folder}")
         runs.append(Run(label, with_tokens(rows, folder) if axis == "tokens" else rows, axis))
