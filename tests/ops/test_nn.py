@@ -242,6 +242,19 @@ def test_a_batch_that_does_not_fit_is_refused_before_any_projection(name, misfit
     assert not ran
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", [name for name in FP32_LAYERS if name != "swiglu"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo])
+def test_tensors_that_are_not_dense(name, layout):
+    rows = [torch.randn(T, 32) for T in (3, 5)]
+    if layout is torch.sparse_coo:
+        x, kind = torch.stack([rows[0]]).to_sparse(), "layout torch.sparse_coo"
+    else:
+        x, kind = torch.nested.nested_tensor(rows, layout=layout), "a nested tensor"
+    with pytest.raises(ValueError, match=f"^x must be a dense tensor, got {kind}$"):
+        FP32_LAYERS[name]()(x)
+
+
 @pytest.mark.parametrize("name", FP32_LAYERS)
 def test_modules_that_convert_x_are_not_judged_by_their_weights(name):
     """As FSDP does in its hooks, and adapters do in their class."""
