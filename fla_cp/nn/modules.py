@@ -111,7 +111,9 @@ def _other_dtype(x: Tensor, module: object) -> torch.dtype | None:
         return None
     if module.__class__ is not nn.Linear or x.__class__ not in PLAIN_TENSORS:
         return None
-    weight: Any = module.__dict__["_parameters"]["weight"]
+    weight: Any = module.__dict__["_parameters"].get("weight")
+    if weight is None:  # a hook computes it, as under torch.nn.utils.prune
+        return None
     dtype: torch.dtype = weight.dtype
     if dtype == x.dtype or weight.__class__ not in PLAIN_TENSORS:
         return None
