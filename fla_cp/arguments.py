@@ -47,14 +47,19 @@ def _check_each(names: tuple[str, ...], values: tuple[object, ...]) -> None:
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {described(x)}")
-        if x.is_nested or x.layout is not _DENSE:
-            kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-            raise ValueError(f"{name} must be a dense tensor, got {kind}")
+        check_dense(name, x)
         if hasattr(x, "to_local"):
             raise ValueError(
                 f"{name} must be a tensor of this rank, got {type(x).__name__}: pass "
                 f"{name}.to_local()"
             )
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Checks that a tensor is neither nested nor sparse."""
+    if x.is_nested or x.layout is not _DENSE:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
 
 
 def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:

@@ -60,7 +60,9 @@ def check_layout(
     of tokens, so a call with them raises an error elsewhere."""
     if cu_seqlens is not None or cp_context is not None or torch.compiler.is_compiling():
         return
-    if isinstance(q, Tensor) and q.ndim == 4 and 1 < q.shape[1] < q.shape[2]:
+    if not isinstance(q, Tensor) or q.is_nested:
+        return
+    if q.ndim == 4 and 1 < q.shape[1] < q.shape[2]:
         warnings.warn(
             f"{name} has fewer tokens than heads, T={q.shape[1]} and H={q.shape[2]}: tensors must "
             "be [B, T, H, ..]; if they are [B, H, T, ..], pass x.transpose(1, 2) of each",

@@ -17,7 +17,7 @@ from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_dtype, check_hidden, check_inner_dtype
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotary_of, rotate
 from fla_cp.ops.attention import attention_of_sent, compiled_positions, key_rows, send_keys
-from fla_cp.ops.checks import check_sequences
+from fla_cp.ops.checks import check_no_offsets_compiled, check_sequences
 from fla_cp.rule import accumulator
 
 
@@ -81,6 +81,7 @@ class SoftmaxAttention(nn.Module):
         if cache is not None:
             positions = cache.positions(T, cp_context).flatten()
             return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
+        check_no_offsets_compiled(offsets)
         if torch.compiler.is_compiling():
             positions = compiled_positions(like.flatten(0, 1), cp_context, B)
             return self.rotary.turned(positions, accumulator(like.dtype), magnitude)

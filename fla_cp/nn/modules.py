@@ -10,6 +10,7 @@ from fla_cp.arguments import (
     PLAIN_TENSORS,
     check_choice,
     check_count,
+    check_dense,
     check_flags,
     check_number,
     check_tensors,
@@ -68,6 +69,7 @@ def check_hidden(
     under tensor parallelism, a projection turns it into a local tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {described(x)}")
+    check_dense("x", x)
     if x.ndim != 3 or x.shape[2] != size:
         raise ValueError(f"x must be [B, T, hidden_size={size}], got shape {tuple(x.shape)}")
     check_tensors(("cu_seqlens",), (cu_seqlens,), 0)
@@ -109,7 +111,9 @@ def _other_dtype(x: Tensor, module: object) -> torch.dtype | None:
         return None
     if module.__class__ is not nn.Linear or x.__class__ not in PLAIN_TENSORS:
         return None
-    weight: Any = module.__dict__["_parameters"]["weight"]
+    weight: Any = module.__dict__["_parameters"].get("weight")
+    if weight is None:  # a hook computes it, as under torch.nn.utils.prune
+        return None
     dtype: torch.dtype = weight.dtype
     if dtype == x.dtype or weight.__class__ not in PLAIN_TENSORS:
         return None

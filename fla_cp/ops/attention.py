@@ -15,7 +15,7 @@ from fla_cp.kernels.torch import attention
 from fla_cp.kernels.torch.attention import attention_over as attention_over
 from fla_cp.ops.attention_op import attention_op, send_keys_op
 from fla_cp.ops.attention_plan import agreed_scheme, handle_of, key_tables
-from fla_cp.ops.checks import FLOATS, check_sequences
+from fla_cp.ops.checks import FLOATS, check_no_offsets_compiled, check_sequences
 from fla_cp.ops.latent_attention_op import latent_op, positions_op, send_latents_op
 from fla_cp.partition.key_rows import KeyRows
 
@@ -94,6 +94,7 @@ def attention_of_sent(
     B, T, HK, K = k.shape
     factor = K**-0.5 if scale is None else scale
     k, v = k.flatten(0, 1), v.flatten(0, 1)
+    check_no_offsets_compiled(cu_seqlens)
     if torch.compiler.is_compiling():
         q = queries().flatten(0, 1)
         o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B, ticket)[0]

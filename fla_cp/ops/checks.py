@@ -87,11 +87,7 @@ def check_sequences(
             context.check_alive()
             context.check_local_tokens(tokens)
     elif cu_seqlens is not None:
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "cu_seqlens cannot be read under torch.compile: build a context of one rank "
-                "outside, build_cp_context(cu_seqlens, None), and pass cp_context"
-            )
+        check_no_offsets_compiled(cu_seqlens)
         if batch != 1:
             raise ValueError(f"with cu_seqlens B must be 1, got B={batch}")
         check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
@@ -101,6 +97,20 @@ def check_sequences(
         raise ValueError("cu_seqlens_cpu is the host's copy of cu_seqlens, which is missing")
     elif tokens < 1 or batch < 1:
         raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_no_offsets_compiled(cu_seqlens: Tensor | None) -> None:
+    """Raises ValueError for offsets under torch.compile, because a graph cannot read them.
+
+    If `check_sequences` has raised this error, torch.compile runs that function and its callers
+    eagerly, but still compiles the functions that these call. Each function that leaves offsets
+    out of its graph has to call this itself.
+    """
+    if cu_seqlens is not None and torch.compiler.is_compiling():
+        raise ValueError(
+            "cu_seqlens cannot be read under torch.compile: build a context of one rank outside, "
+            "build_cp_context(cu_seqlens, None), and pass cp_context"
+        )
 
 
 def check_chunk_size(size: object) -> int | None:

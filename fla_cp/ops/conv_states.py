@@ -151,6 +151,7 @@ class Tables(NamedTuple):
         return cls(place, take, rows)
 
 
+@torch.compiler.disable  # no graph computes states of packed sequences, nor under a context
 def conv_with_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, state: Tensor | None, tables: Tables
 ) -> tuple[Tensor, Tensor | None]:

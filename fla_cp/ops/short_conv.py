@@ -19,6 +19,7 @@ from fla_cp.ops.checks import (
     check_conv1d_state,
     check_fixed_call,
     check_forward_only,
+    check_no_offsets_compiled,
     check_residual,
     check_sequences,
 )
@@ -150,16 +151,23 @@ def _check_whole(
         states = {"initial_state": initial_state, "output_final_state": output_final_state}
         check_fixed_call(cp_context, **states)
         N = len(cp_context.global_cu_seqlens) - 1
-        if torch.compiler.is_compiling() and (initial_state is not None or output_final_state):
-            raise ValueError(
-                "initial_state and output_final_state of causal_conv1d must be left out under a "
-                "cp_context and torch.compile: call it outside of the compiled function"
-            )
+        if initial_state is not None or output_final_state:
+            _check_states_not_compiled(cp_context)
     if residual is not None:
         check_residual(residual, x)
     if initial_state is not None:
         check_conv1d_state("initial_state", initial_state, (N, D, weight.shape[1]), x)
     return N
+
+
+def _check_states_not_compiled(cp_context: FLACPContext | None) -> None:
+    """Raises ValueError for states under a context and torch.compile. For why `_with_states` needs
+    it, too, see `check_no_offsets_compiled`."""
+    if cp_context is not None and torch.compiler.is_compiling():
+        raise ValueError(
+            "initial_state and output_final_state of causal_conv1d must be left out under a "
+            "cp_context and torch.compile: call it outside of the compiled function"
+        )
 
 
 def _with_states(
@@ -178,6 +186,8 @@ def _with_states(
     """y [B, T, D] and the final states or None. The caller has checked the arguments."""
     B, T, D = x.shape
     state = None if initial_state is None else initial_state.to(x.dtype)
+    check_no_offsets_compiled(cu_seqlens)
+    _check_states_not_compiled(cp_context)
     if torch.compiler.is_compiling():
         y = traced_conv_after(x, weight, bias, activation, state, impl)
         if not output_final_state:

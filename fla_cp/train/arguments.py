@@ -36,6 +36,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         self._words = [*(sys.argv[1:] if args is None else args)]
+        if any(action.nargs == "+" for action in self._get_positional_actions()):
+            return super().parse_intermixed_args(args, namespace)  # some may follow an option
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

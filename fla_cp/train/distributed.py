@@ -30,6 +30,7 @@ from fla_cp.integrations.rates import shard_without_hooks
 from fla_cp.nn import Router
 from fla_cp.train import loopback, parent, restart
 from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
 from fla_cp.train.language_model import LanguageModel, blocks_of
 from fla_cp.train.meeting import meet
@@ -76,8 +77,7 @@ def launch(config: ParallelConfig, argv: Sequence[str]) -> int | None:
         raise UserError(_mismatch(config, started, argv))
     choose_device(config.device, needed)
     count = f"{needed} rank{'s' * (needed > 1)}"
-    print(f"started as 1 process: launching {count} on this host ({config_product(config)})")
-    sys.stdout.flush()
+    say(f"started as 1 process: launching {count} on this host ({config_product(config)})")
     return restart.repeat(lambda: _run_elastic(needed, argv), config.max_restarts)
 
 

@@ -30,10 +30,27 @@ def say(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        # Python writes what is left when it ends, which would fail once more.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        silence()  # Python writes what is left when it ends, which would fail once more
+
+
+def say_if_possible(text: str) -> None:
+    """Prints a line of a run on stdout at once. If it cannot be written, for example because the
+    disk is full, it is lost: the run must not end for it."""
+    try:
+        say(text)
+    except OSError:
+        stdout = os.dup(sys.stdout.fileno())
+        silence()
+        sys.stdout.flush()  # so that Python does not end with what is left, and with an error
+        os.dup2(stdout, sys.stdout.fileno())
+        os.close(stdout)
+
+
+def silence() -> None:
+    """Lets everything that is printed on stdout from now on, or waits in its buffer, be lost."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def leave(code: int) -> NoReturn:

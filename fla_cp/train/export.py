@@ -28,6 +28,7 @@ from fla_cp.train import checkpoint
 from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ModelConfig, ParallelConfig, UserError
 from fla_cp.train.distributed import Ranks, joined
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.integrity import Damaged, FileSums
 from fla_cp.train.model import Decoder, Shape
@@ -256,5 +257,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, Damaged) as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    print(line)
+    say(line)
     return 0

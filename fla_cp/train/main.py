@@ -38,7 +38,7 @@ from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.device_rules import check_folder, check_impl
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
-from fla_cp.train.ending import ended
+from fla_cp.train.ending import ended, say
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import graphs_of
@@ -99,17 +99,17 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     begin_run(config, run, ranks, lock)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
-        print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
+        say(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
         if whole_packs(config):
-            print(
+            say(
                 "note: each rank holds whole packs, so no state crosses ranks and the comparison "
                 "says nothing about the exchange; --micro-batch-size 1 shards each pack"
             )
     report = compare(config, dataset, ranks)
     failed = 0.0
     if report is not None:
-        print(report.table())
-        print(f"report: {write_report(report, run)}", flush=True)
+        say(report.table())
+        say(f"report: {write_report(report, run)}")
         failed = float(not report.passed)
     return FAILED if ranks.host_max([failed])[0] else 0
 
@@ -171,7 +171,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     check_folder(config, data.vocab_size, ranks.device, weights=found is None)
     if line := folder.ends(config.run.steps):
         if ranks.rank == 0:
-            print(line, flush=True)
+            say(line)
         return 0
     source, initial = config.run.init_from, None
     if source is not None and found is None:
@@ -236,7 +236,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"
         print(f"error: {diverged}; {last}", file=sys.stderr, flush=True)
     elif ranks.rank == 0:
-        summarise(config, run, log.rows, stopped)
+        summarise(config, run, log, stopped)
     return DIVERGED if diverged else 0
 
 
@@ -454,20 +454,21 @@ class Loop:
 
 
 @announced("summary")
-def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
-    """Prints how the run ended and draws its plot; on rank 0. rows: the lines of metrics.jsonl."""
+def summarise(config: TrainConfig, run: Path, log: RunLog, stopped: bool) -> None:
+    """Prints how the run ended and draws its plot; on rank 0."""
+    rows = log.rows
     done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"
-    print(f"stopped on request after {done}" if stopped else f"finished: {done}")
+    log.print(f"stopped on request after {done}" if stopped else f"finished: {done}")
     for name, label in (("loss", "train"), ("eval_loss", "held-out")):
         values = [(row["step"], row[name]) for row in rows if row[name] is not None]
         if values:
             (a, first), (b, last) = values[0], values[-1]
-            print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
+            log.print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
     if rows and rows[-1]["skipped"]:
-        print(f"skipped steps: {rows[-1]['skipped']}")
+        log.print(f"skipped steps: {rows[-1]['skipped']}")
     title = f"{config.model.name} on {config.data.source}, cp {config.parallel.cp}"
-    print(plot_losses(run, rows, title))
-    print(f"results: {run}/ (metrics.jsonl, config.toml, checkpoints)", flush=True)
+    log.print(plot_losses(run, rows, title))
+    log.print(f"results: {run}/ (metrics.jsonl, config.toml, checkpoints)")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from fla_cp.train.block_memory import (
 )
 from fla_cp.train.config import ModelConfig, TrainConfig, UserError
 from fla_cp.train.distributed import frees_after_forward
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.loader import token_ranges
 from fla_cp.train.loss import chunk_rows
@@ -469,7 +470,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--memory-gib must be finite and above 0, got {own.memory_gib}")
         config = parse(flags, others=("--memory-gib", "--no-longest"))
         predictor = Predictor(config)
-        print(report(predictor, None if own.no_longest else own.memory_gib))
+        say(report(predictor, None if own.no_longest else own.memory_gib))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE

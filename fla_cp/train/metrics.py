@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fla_cp.train.config import RunConfig
+from fla_cp.train.config import RunConfig, UserError
 from fla_cp.train.distributed import Ranks
+from fla_cp.train.ending import say_if_possible
 
 if TYPE_CHECKING:
     from fla_cp.train.trackers import Trackers
@@ -110,7 +113,9 @@ class RunLog:
 
     run: the run folder. start_step: the step of the checkpoint that the run resumes from, or None.
     Lines of later steps that an earlier run wrote are deleted; with None, all of them. trackers:
-    started; they get the metrics too and are closed with this log.
+    started; they get the metrics too and are closed with this log. Collective when it is made;
+    raises UserError, on all ranks, if rank 0 cannot write the metrics. Later, what cannot be
+    written or shown does not end the run.
     """
 
     def __init__(
@@ -121,19 +126,16 @@ class RunLog:
         start_step: int | None,
         trackers: Trackers | None = None,
     ) -> None:
-        self.run, self.config = run, config
+        self.path, self.config = run / "metrics.jsonl", config
         self.main, self.sharded = ranks.rank == 0, ranks.cp > 1
         self.trackers = trackers
         self.bar = None
         self.rows: list[dict[str, Any]] = []
+        self.failed = False  # whether the last line could not be written
+        ranks.decide(lambda: self._begin(start_step))
         if not self.main:
             return
-        kept = [r for r in read_metrics(run) if start_step is not None and r["step"] <= start_step]
-        partial = run / "metrics.jsonl.tmp"
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(partial, run / "metrics.jsonl")
-        self.rows = kept
-        self.file = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -141,13 +143,27 @@ class RunLog:
                 total=config.max_steps, initial=start_step or 0, unit="step", dynamic_ncols=True
             )
 
+    def _begin(self, start_step: int | None) -> None:
+        """Keeps the lines of metrics up to the step that the run resumes from."""
+        rows = read_metrics(self.path.parent) if start_step is not None else []
+        self.rows = [row for row in rows if row["step"] <= (start_step or 0)]
+        self.stored = len(self.rows)
+        partial = self.path.with_name("metrics.jsonl.tmp")
+        try:
+            partial.write_bytes(_lines(self.rows))
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise UserError(f"--out: metrics cannot be written: {error}") from None
+
     def print(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
-        if self.main:
-            if self.bar is not None:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
+        if not self.main:
+            return
+        if self.bar is None:
+            say_if_possible(text)
+            return
+        with suppress(OSError), self.bar.external_write_mode():
+            say_if_possible(text)
 
     def write(self, metrics: Metrics) -> None:
         """Writes the metrics of one step to the file and to the trackers, and shows them."""
@@ -155,16 +171,36 @@ class RunLog:
             return
         row = metrics.finite()
         self.rows.append(row)
-        self.file.write(json.dumps(row) + "\n")
+        self._store()
         if self.trackers is not None:
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.trackers.log(values, metrics.step)
         self._show(metrics)
 
+    def _store(self) -> None:
+        """Appends the lines that the file does not have yet. If the disk is full, for example,
+        they are written later."""
+        lines = _lines(self.rows[self.stored :])
+        try:
+            size = os.fstat(self.file.fileno()).st_size
+            if self.file.write(lines) < len(lines):
+                self.file.truncate(size)  # half a line would spoil the next one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self.failed:
+                self.print(
+                    f"warning: metrics.jsonl cannot be written: {error}; the training goes on, and "
+                    "the lines are written as soon as possible"
+                )
+            self.failed = True
+            return
+        self.stored, self.failed = len(self.rows), False
+
     def _show(self, m: Metrics) -> None:
         if self.bar is not None and m.step > 0:
             self.bar.set_postfix_str(_brief(m, self.sharded), refresh=False)
-            self.bar.update()
+            with suppress(OSError):  # the terminal has gone
+                self.bar.update()
         held_out = m.eval_loss is not None
         turn = m.step % self.config.log_every == 0 or m.step in (1, self.config.max_steps)
         if held_out or (self.bar is None and turn):
@@ -177,10 +213,20 @@ class RunLog:
         if not self.main:
             return
         if self.bar is not None:
-            self.bar.close()
+            with suppress(OSError):
+                self.bar.close()
+        if self.failed:
+            self._store()
+        if self.failed:
+            missing = len(self.rows) - self.stored
+            self.print(f"warning: metrics.jsonl lacks the last {missing} lines")
         self.file.close()
         if self.trackers is not None:
             self.trackers.close()
+
+
+def _lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def _brief(m: Metrics, sharded: bool) -> str:
@@ -236,5 +282,8 @@ def plot_losses(run: Path, rows: list[dict[str, Any]], title: str) -> str:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")  # to search for the best place can take seconds
-    figure.savefig(run / "loss.png", dpi=120)
+    try:
+        figure.savefig(run / "loss.png", dpi=120)
+    except OSError as error:  # such as a full disk
+        return f"no loss plot: {error}"
     return f"loss plot: {run / 'loss.png'}"

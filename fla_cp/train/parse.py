@@ -22,6 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 
 from fla_cp.train.config import TrainConfig, UserError, with_recipe
+from fla_cp.train.ending import silence
 from fla_cp.train.flags import check_flags
 from fla_cp.train.rules import validate
 from fla_cp.train.started import program
@@ -102,6 +103,9 @@ def parse(argv: Sequence[str], *, quiet: bool = False, others: Sequence[str] = (
                 default=default,
                 console_outputs=not quiet,
             )
+    except BrokenPipeError:  # nobody reads --help to its end
+        silence()
+        raise SystemExit(0) from None
     except SystemExit as ended:
         if ended.code in (0, None):
             raise

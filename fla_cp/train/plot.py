@@ -17,6 +17,7 @@ from typing import Any
 
 from fla_cp.train.arguments import Parser
 from fla_cp.train.config import UserError
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import load_toml
@@ -57,7 +58,10 @@ def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
         given.setdefault(folder.resolve(), folder)
     runs = []
     for folder, label in zip(given.values(), labels([*given]), strict=True):
-        rows = read_metrics(folder)
+        try:
+            rows = read_metrics(folder)
+        except OSError as error:
+            raise UserError(f"RUN: cannot read {error.filename}: {error.strerror}") from None
         if not rows:
             raise UserError(f"RUN must be a run folder with lines in metrics.jsonl, got {folder}")
         runs.append(Run(label, with_tokens(rows, folder) if axis == "tokens" else rows, axis))
@@ -214,6 +218,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    print(table(runs))
-    print(f"picture: {given.out}")
+    say(table(runs))
+    say(f"picture: {given.out}")
     return 0

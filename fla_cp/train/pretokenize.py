@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from fla_cp.train.arguments import Parser, file_among
+from fla_cp.train.ending import say
 from fla_cp.train.exit_codes import FAILED, MISTAKE
 from fla_cp.train.lock import FileLock
 from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
@@ -231,5 +232,5 @@ def run(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    print(line)
+    say(line)
     return 0

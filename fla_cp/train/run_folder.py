@@ -17,6 +17,7 @@ from pathlib import Path
 from fla_cp.train import checkpoint, restart
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.distributed import Ranks
+from fla_cp.train.ending import say_if_possible
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import to_toml
@@ -61,7 +62,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
 
     def say(line: str) -> None:
         if ranks.rank == 0:
-            print(line, flush=True)
+            say_if_possible(line)
 
     run, candidates = ranks.decide(look)
     trust = config.run.trust_checkpoint

@@ -13,6 +13,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,13 @@ class Trackers:
             if name not in self.warned:
                 self.warned.add(name)
                 text = " ".join(str(error).split()) or type(error).__name__
-                print(
-                    f"warning: --tracker {name} failed: {text}; the training goes on, and "
-                    "metrics.jsonl has all steps (said once)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                with suppress(OSError):  # a full disk, which may be why the tracker failed
+                    print(
+                        f"warning: --tracker {name} failed: {text}; the training goes on, and "
+                        "metrics.jsonl has all steps (said once)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
 
 def _hyperparameters(config: TrainConfig) -> dict[str, str | float]:

@@ -590,3 +590,11 @@ def test_reverse_is_true_or_false():
     given = {"cu_seqlens": torch.tensor([0, 99]), "reverse": True}
     with pytest.raises(ValueError, match="cu_seqlens must end at"):
         call("fused_recurrent_gla", {n: t[:1] for n, t in x.items()}, member, **given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    x = torch.nested.nested_tensor([torch.zeros(T, 2, 8) for T in (3, 5)], layout=layout)
+    with pytest.raises(ValueError, match=r"^q must be a dense tensor, got a nested tensor$"):
+        compat.chunk_kda(x, x, x, x, x)

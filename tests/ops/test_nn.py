@@ -1,10 +1,12 @@
 """The layers: equations, dtypes, short inputs, and the gradients of parameters over ranks."""
 
+import copy
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 import fla_cp.kernels
 from fla_cp import build_cp_context
@@ -242,6 +244,19 @@ def test_a_batch_that_does_not_fit_is_refused_before_any_projection(name, misfit
     assert not ran
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", [name for name in FP32_LAYERS if name != "swiglu"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo])
+def test_tensors_that_are_not_dense(name, layout):
+    rows = [torch.randn(T, 32) for T in (3, 5)]
+    if layout is torch.sparse_coo:
+        x, kind = torch.stack([rows[0]]).to_sparse(), "layout torch.sparse_coo"
+    else:
+        x, kind = torch.nested.nested_tensor(rows, layout=layout), "a nested tensor"
+    with pytest.raises(ValueError, match=f"^x must be a dense tensor, got {kind}$"):
+        FP32_LAYERS[name]()(x)
+
+
 @pytest.mark.parametrize("name", FP32_LAYERS)
 def test_modules_that_convert_x_are_not_judged_by_their_weights(name):
     """As FSDP does in its hooks, and adapters do in their class."""
@@ -250,6 +265,21 @@ def test_modules_that_convert_x_are_not_judged_by_their_weights(name):
     for linear in [m for m in made.modules() if type(m) is torch.nn.Linear]:
         linear.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     torch.testing.assert_close(made(x.bfloat16()), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", FP32_LAYERS)
+def test_weights_that_hooks_compute(name):
+    """Such a weight is no parameter of its module."""
+    made, x = FP32_LAYERS[name](), torch.randn(1, 20, 32)
+    plain = copy.deepcopy(made)
+    for part, linear in [(n, m) for n, m in made.named_modules() if type(m) is torch.nn.Linear]:
+        prune.l1_unstructured(linear, "weight", 0.5)
+        plain.get_submodule(part).weight.data.copy_(linear.weight)
+    for mode in (True, False):
+        y = made.train(mode)(x)
+        torch.testing.assert_close(y, plain.train(mode)(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
 def test_convolution_with_a_bias():

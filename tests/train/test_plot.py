@@ -123,7 +123,17 @@ def test_a_run_that_is_given_twice_is_drawn_once(tmp_path, monkeypatch):
     assert [r.label for r in read_runs(given, "step")] == ["b", "a"]
 
 
+def test_runs_may_follow_options(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    a, b = (str(run(tmp_path / name)) for name in "ab")
+    assert plot.main([a, "--x", "tokens", b, "--out", str(tmp_path / "both.png")]) == 0
+    labels = [label for label, _, _ in found[0] if not label.startswith("_")]
+    assert labels == ["a", "b", "held-out"]
+
+
 def test_refusals(tmp_path, capsys):
+    unreadable = tmp_path / "unreadable"
+    (unreadable / "metrics.jsonl").mkdir(parents=True)
     empty, good = tmp_path / "empty", run(tmp_path / "good")
     empty.mkdir()
     bare = run(tmp_path / "bare")
@@ -131,6 +141,7 @@ def test_refusals(tmp_path, capsys):
     for arguments, message in [
         ([empty], f"RUN must be a run folder with lines in metrics.jsonl, got {empty}"),
         ([tmp_path / "none"], "RUN must be a run folder"),
+        ([unreadable], f"RUN: cannot read {unreadable / 'metrics.jsonl'}: Is a directory"),
         ([bare, "--x", "tokens"], f"does not count tokens, which {bare} lacks"),
         ([good, "--smooth", "0"], "--smooth must be at least 1, got 0"),
         ([good, "--out", tmp_path / "no" / "a.png"], "--out must be in a folder that exists"),

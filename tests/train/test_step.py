@@ -1,5 +1,6 @@
 """The parts of a training step on one rank: agreement, held-out loss, model, reports."""
 
+import errno
 import math
 import sys
 
@@ -8,11 +9,11 @@ import torch
 
 import fla_cp.train.loss
 from fla_cp import build_cp_context
-from fla_cp.train.config import UserError
+from fla_cp.train.config import RunConfig, UserError
 from fla_cp.train.data import collate
 from fla_cp.train.distributed import Ranks, joined, shard_model
 from fla_cp.train.loader import Sharing
-from fla_cp.train.metrics import Metrics, plot_losses
+from fla_cp.train.metrics import Metrics, RunLog, plot_losses, read_metrics
 from fla_cp.train.model import build_model, parameter_groups
 from fla_cp.train.parse import parse
 from fla_cp.train.step import HeldOut, MicroBatch, agree, data_problem, forward_backward
@@ -201,3 +202,55 @@ def test_a_plot_searches_no_place_for_its_legend(tmp_path, monkeypatch):
     monkeypatch.setattr(legend, "_find_best_position", lambda *_: pytest.fail("it searched"))
     rows = [{"step": step, "loss": 1.0, "eval_loss": None} for step in range(3)]
     assert "loss plot" in plot_losses(tmp_path, rows, "title")
+
+
+class FillingDisk:
+    """A file of metrics whose disk takes `room` more bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        size = self.file.write(data[: self.room])
+        self.room -= size
+        return size
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_metrics_wait_for_room_on_the_disk(ranks, tmp_path, capsys):
+    """The training goes on. The file holds whole lines at any time, and in the end all of them."""
+    log = RunLog(tmp_path, RunConfig(), ranks, None)
+    log.file = FillingDisk(log.file, 600)
+    for step in range(1, 5):
+        log.write(Metrics(step, 2.0, None, 1.0, 0.1, 1.0, 1.0, 1, 0.0, 0))
+    raw = (tmp_path / "metrics.jsonl").read_bytes()
+    assert 1 <= raw.count(b"\n") == len(read_metrics(tmp_path)) < 4 and raw.endswith(b"\n")
+    assert capsys.readouterr().out.count("warning: metrics.jsonl cannot be written") == 1
+    log.file.room = 10_000
+    log.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert not capsys.readouterr().out
+
+
+def test_metrics_that_find_no_room_are_counted(ranks, tmp_path, capsys):
+    log = RunLog(tmp_path, RunConfig(), ranks, None)
+    log.file = FillingDisk(log.file, 0)
+    for step in (1, 2):
+        log.write(Metrics(step, 2.0, None, 1.0, 0.1, 1.0, 1.0, 1, 0.0, 0))
+    log.close()
+    assert "warning: metrics.jsonl lacks the last 2 lines" in capsys.readouterr().out
+
+
+def test_a_folder_that_takes_no_metrics_is_named(ranks, tmp_path):
+    with pytest.raises(UserError, match=r"--out: metrics cannot be written: .*No such file"):
+        RunLog(tmp_path / "missing", RunConfig(), ranks, None)
+
+
+def test_a_plot_that_cannot_be_written_is_no_error(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": 1, "loss": 1.0, "eval_loss": None}]
+    assert "no loss plot: " in plot_losses(tmp_path / "missing", rows, "title")
