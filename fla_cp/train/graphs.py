@@ -190,7 +190,16 @@ class Graphs:
             return self._eager(tokens, labels, seen.context, scale)
         if self.single:
             self._drop_gradients()
-        self.graphs[packing] = self._capture(tokens, labels, seen.context)
+        try:
+            self.graphs[packing] = self._capture(tokens, labels, seen.context)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"a micro-batch could not be captured in a CUDA graph: {said}; start again with "
+                "--cuda-graphs off"
+            ) from error
         return self.graphs[packing].replay(tokens, labels, factor)
 
     def _may_capture(self) -> bool:

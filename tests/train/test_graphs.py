@@ -109,6 +109,23 @@ def test_a_captured_packing_is_that_of_its_first_step(captures, tmp_path):
     assert graph.context is graphs.seen[packing].context
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+def test_a_failed_capture_names_the_flag(kind, monkeypatch, tmp_path):
+    def capture(self, *given):
+        raise kind("CUDA error: not permitted when stream is capturing\nDetails follow.")
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    (tmp_path / "long.txt").write_text("one long document " * 2000)
+    data = ["--data", f"text:{tmp_path / 'long.txt'}"]
+    with pytest.raises(RuntimeError) as found:
+        steps_taken(MODEL, tmp_path / "graphs", "--cuda-graphs", *data)
+    if kind is RuntimeError:
+        end = "when stream is capturing; start again with --cuda-graphs off"
+        assert str(found.value).endswith(end)
+    else:  # it has advice of its own
+        assert type(found.value) is kind and "--cuda-graphs" not in str(found.value)
+
+
 def test_packings_that_do_not_come_back_are_forgotten():
     graphs = Graphs(torch.nn.Linear(1, 1))
     for n in range(3 * MAX_SEEN):
