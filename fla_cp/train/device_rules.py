@@ -17,9 +17,8 @@ from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.progress import announced
 
 
-def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError if this device cannot run --impl, or has no use for --offload. Activates the
-    kernel of softmax attention that was asked for."""
+def check_graphs(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises UserError if --cuda-graphs on cannot run on this device."""
     graphs = config.parallel.cuda_graphs == "on"  # refused with hf:DIR
     if graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
@@ -35,6 +34,12 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
             f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
             f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
         )
+
+
+def check_impl(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises UserError if this device cannot run --impl, or has no use for --offload. Activates the
+    kernel of softmax attention that was asked for."""
+    check_graphs(config, ranks)
     if config.model.offload and ranks.device.type == "cpu":
         raise UserError(
             "--offload needs --device cuda: on the CPU all activations are in the host's memory "

@@ -42,6 +42,7 @@ from fla_cp.train.ending import ended, say
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import graphs_of
+from fla_cp.train.host_bound import HostBound
 from fla_cp.train.init_from import InitialFolder, why_not_exported
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
@@ -286,6 +287,7 @@ class Loop:
         self.progress, self.log, self.saver = progress, log, saver
         self.graphs = graphs_of(model, config, ranks)
         self.skips = divergence.Skips(config.run.max_skips)
+        self.host_bound = HostBound(config, ranks)
         self.checked = False  # whether the ranks have compared their contexts
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
         self.meter = Meter(model, ranks.world_size, peak_of(ranks.device, dtype))
@@ -370,6 +372,11 @@ class Loop:
             times=times.read(timer, self._memory()),  # events have passed: `finish` has waited
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
+        if self.log.main:
+            row, graphs = self.log.rows[-1], self.graphs is not None and bool(self.graphs.graphs)
+            note = self.host_bound.note(batch, row["host_ms"], row["device_ms"], graphs)
+            if note is not None:
+                self.log.print(note)
         self.skips.check()
         every = config.run.checkpoint_every
         if every and step % every == 0 and self._may_save():
