@@ -148,8 +148,7 @@ class _Latents:
     def update(
         self, kv_nope: Tensor, k_rot: Tensor, layer: int, **others: object
     ) -> tuple[Tensor, ...]:
-        """The latents and shared channels of all keys, each [1, 1, keys, R] from [1, 1, T_local, R].
-        """
+        """The latents and shared channels of all keys: [1, 1, T_local, R] -> [1, 1, keys, R]."""
         k_rot, kv_nope = _one_dtype(k_rot, kv_nope)
         latent, shared = (x[0].transpose(0, 1).flatten(1) for x in (kv_nope, k_rot))
         if self.ring(latent, shared, 1.0) is not None:

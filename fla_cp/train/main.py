@@ -115,7 +115,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 
 NOT_HELD_OUT = "; --eval-every 0 reads no held-out data"
-"""What a mistake in the held-out data ends with."""
+"""The end of a message about a mistake in the held-out data."""
 
 
 @announced("data")

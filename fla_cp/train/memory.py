@@ -311,7 +311,8 @@ class Predictor:
         share = GRAPH_GAPS[self.compiles] if graph else 0.0
 
         def everything(moment: _Moment) -> Prediction:
-            """With what is held at any moment of a step, and what the forward keeps."""
+            """The memory at one moment. It includes what is held throughout a step, and what the
+            forward keeps."""
             activations = self._activations(kinds[: moment.blocks], blocks)
             activations.append(Part("embedded tokens", embedded if moment.blocks else 0))
             gradients = Part("gradients", moment.gradients)

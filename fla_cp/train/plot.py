@@ -28,7 +28,7 @@ WARM = 2
 AXES = ("step", "tokens")
 
 Points = tuple[list[float], list[float]]
-"""Places on the horizontal axis, and the values there."""
+"""Positions on the horizontal axis, and the values there."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """--profile A:B: a profile of the steps A up to B, as traces and tables in the run folder, and on
 CUDA with a snapshot of the memory.
 
-Every rank is profiled, because a rank that waits shows what for only beside the others. A trace
-opens in Perfetto, chrome://tracing and `python -m benchmarks.timeline`.
+Every rank is profiled, because only the traces of all ranks together show what a rank waits for.
+Perfetto, chrome://tracing and `python -m benchmarks.timeline` can open a trace.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _understood(path: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _check_positions(theirs: Any, ours: Any) -> None:
-    """Raises ValueError for rotary positions that `check_folder` lets pass, for training."""
+    """Raises ValueError if rotary positions differ. `check_folder` allows that, for training."""
 
     def rope(config: Any) -> dict[str, Any]:
         found = getattr(config, "rope_parameters", None) or {}
@@ -175,7 +175,7 @@ def _check_positions(theirs: Any, ours: Any) -> None:
 
 
 def _need(config: Any, name: str, wanted: object, rule: str = "") -> None:
-    """Raises ValueError for an option that our decoder cannot have, since others decide it."""
+    """Raises ValueError unless an option has the value that our decoder derives from others."""
     found = getattr(config, name)
     if found != wanted:
         raise ValueError(
