@@ -65,9 +65,9 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def one_stage_rule(layer: LinearAttention) -> DeltaRule | None:
-    """The rule of a layer whose convolution, operator and norm are one stage; None if they are not:
-    layers and modules of other classes or with hooks, or parameters that each call casts (see
-    `StepMixer`)."""
+    """The rule of a layer whose convolution, operator and norm are one stage; None if they are not.
+    They are not if the layer or one of its modules has another class or hooks, or if each call
+    casts parameters (see `StepMixer`)."""
     core, member = layer.core, ONE_STAGE.get(layer.core.name)
     plain = core.__class__ in (Core, KDACore) and layer.o_norm.__class__ is GatedRMSNorm
     plain = plain and supported(layer)  # a class of the caller's may override what lies between

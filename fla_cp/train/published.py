@@ -1,4 +1,4 @@
-"""A decoder of ours from a folder of a published model, whose config.json says its options.
+"""Loads a folder of a published model, whose config.json has the options, as a decoder of fla_cp.
 
 decoder, layout, folder = open_published(path)      # on the meta device; no weight is read
 model = load_published(path, torch.device("cpu"))
