@@ -373,8 +373,9 @@ def _fsdp_plugin(
 
 
 def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Names the layers that FSDP2 shards one by one, if the script has not: accelerate fails at
-    names of layers that the model's class could have but the model has not, such as a tower's."""
+    """Names the layers that FSDP2 shards one by one, unless the script has done so. By default
+    accelerate takes all names that the model's class has, and fails if the model lacks one of these
+    layers, such as those of a vision tower."""
     names = getattr(model, "_no_split_modules", None)
     if names and plugin.transformer_cls_names_to_wrap is None:
         found = {type(part).__name__ for part in model.modules()}
@@ -437,11 +438,11 @@ def _called_with_ties(model: nn.Module, call: Callable[[], object]) -> Iterator[
 
 @contextmanager
 def _ties_kept(model: nn.Module) -> Iterator[None]:
-    """Shared parameters stay shared in a model without `tie_weights`, if it is prepared here.
+    """In the block, preparing a model without `tie_weights` keeps shared parameters shared.
 
-    With efficient loading, which `accelerate launch` asks for, accelerate moves the model to the
-    meta device and back. That makes a parameter of each name, and with `tie_weights` it shares them
-    again.
+    With efficient loading, for which `accelerate launch` asks, accelerate moves the model to the
+    meta device and back. This makes a separate parameter for each name. accelerate then calls
+    `tie_weights`, which has to share them again.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -464,7 +465,7 @@ def _ties_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without(variable: str) -> Iterator[None]:
-    """Holds back a variable of the environment in the block."""
+    """Removes a variable from the environment in the block."""
     value = os.environ.pop(variable, None)
     try:
         yield

@@ -98,8 +98,8 @@ def check_inner_dtype(x: Tensor, name: str, module: object) -> None:
 
 
 def _other_dtype(x: Tensor, module: object) -> torch.dtype | None:
-    """The dtype of a module's weight if it differs from x's and autocast does not convert both. None
-    if it fits, and for a module that is not checked."""
+    """The dtype of a module's weight if it differs from x's and autocast does not convert both.
+    None if it fits, and for a module that is not checked."""
     if module.__class__ is nn.Sequential:
         parts: Any = module
         if not watched(parts):
