@@ -439,7 +439,7 @@ def with_recipe(config: TrainConfig) -> TrainConfig:
 
 
 def _absolute(model: ModelConfig) -> ModelConfig:
-    """The model with the folder's whole path, which a resumed run finds from anywhere."""
+    """The model with the folder's absolute path, which a resumed run finds from anywhere."""
     return dataclasses.replace(model, size=FOLDER + os.path.abspath(model.folder or ""))
 
 

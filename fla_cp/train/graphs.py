@@ -142,7 +142,7 @@ class Graphs:
         """Ends a step, so that the next one begins without its gradients."""
         if not self.single:
             zero_gradients(self.model)
-        elif not self.graphs:  # a graph writes all gradients anew
+        elif not self.graphs:  # a graph overwrites all gradients
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:

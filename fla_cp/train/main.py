@@ -300,7 +300,7 @@ class Loop:
         last = self.config.run.steps
         start = self.progress.step
         stopped = False
-        first = self.progress.tokens // self.config.data.seq_len  # behind what has been read
+        first = self.progress.tokens // self.config.data.seq_len  # after everything that was read
         # Its workers start to read while the first evaluation runs.
         with Feed(self.config, self.data, self.ranks, start, first) as feed:
             if start == 0 and self.held_out:
