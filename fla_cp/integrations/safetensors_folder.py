@@ -156,12 +156,12 @@ class TensorFolder:
 def check_copies(
     folder: TensorFolder, copies: Mapping[str, str], advice: str, rows: range | None = None
 ) -> None:
-    """Raises ValueError for a head of the folder that differs from the embedding that it is tied
-    to. transformers loads such a folder with a head of its own.
+    """Raises ValueError for a head of the folder that differs from the embedding to which it is
+    tied. transformers loads such a folder with a separate head.
 
-    copies: names of heads, which the folder need not have -> of which tensor each is a copy, of the
-    same shape. advice: what to do about a head that differs. rows: the rows that are compared; None
-    for all. A few of them are held at a time.
+    copies: names of heads, which the folder need not have -> the tensor of which each is a copy, of
+    the same shape. advice: what to do about a head that differs. rows: the rows that are compared;
+    None for all. A few rows are held at a time.
     """
     for name, other in copies.items():
         if name not in folder.tensors:

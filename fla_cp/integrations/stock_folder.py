@@ -108,7 +108,7 @@ def _refused(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder has weights, in whichever format."""
+    """Whether the folder has weights, in any format."""
     path = Path(folder)
     known = any((path / name).is_file() for name in (SINGLE, INDEX))
     return known or any(next(path.glob(kind), None) is not None for kind in PICKLED)
@@ -120,6 +120,6 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 
 def folder_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the weights depend on: the keys and values of config.json but for neutral ones."""
+    """The keys and values of config.json on which the meaning of the weights depends."""
     config = read_config_json(folder)
     return {name: value for name, value in config.items() if name not in _NEUTRAL}

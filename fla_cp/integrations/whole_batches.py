@@ -131,7 +131,7 @@ def take_whole_batches(model: nn.Module, place: Place) -> None:
     def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         return _with_joined_loss(out, place.group)
 
-    # before the hook of `parallelize`, which takes what this one gives
+    # before the hook of `parallelize`, which gets the results of this one
     model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(leave)
 

@@ -267,7 +267,7 @@ class BlockStep:
             x += (y[0] if isinstance(y, tuple) else y)[:, 0]  # experts return statistics, too
 
     def layer(self, cache: LayerCache, x: Tensor) -> StepLayer | None:
-        """The block as one layer, for an x of this dtype; None if its parts are no such stages."""
+        """The block as one layer, for an x of this dtype; None if its parts are not such stages."""
         mixer, ffn = self.mixer, self.ffn
         if mixer is None or ffn is None or mixer.rule is None:
             return None

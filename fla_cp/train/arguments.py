@@ -86,7 +86,8 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def by_flags(call: Callable[..., _T], **arguments: Any) -> _T:
-    """What a call returns. An error that begins with an argument's name begins with its flag."""
+    """What a call returns. If the call's error begins with the name of an argument, the flag of
+    this argument takes the place of the name."""
     try:
         return call(**arguments)
     except ValueError as error:

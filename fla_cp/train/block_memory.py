@@ -159,7 +159,7 @@ def kernels_without_launches(impl: Impl) -> Iterator[Impl]:
     with ExitStack() as stack:
         stack.enter_context(using(backend))
         stack.enter_context(redirected(lambda *given, **named: None))
-        # On a GPU flash attention runs. What replaces it elsewhere would hold scores.
+        # On a GPU flash attention runs. Its substitute on other devices would hold scores.
         stack.enter_context(_replaced(attention, "flash_runs", _flash_would_run))
         yield "triton"
 

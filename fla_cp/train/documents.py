@@ -116,8 +116,8 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
 
 
 def _held_out_start(path: Path, size: int) -> int:
-    """Where the end of a file begins that is held out: behind a line end, or at a character if the
-    file ends before another line begins."""
+    """Where the held-out end of a file begins: after a line end, or at the begin of a character if
+    the file ends before another line begins."""
     at = size - int(size * HELD_OUT)
     cut = _line_end(path, at, size)
     return cut if cut < size else _character(path, at, size)

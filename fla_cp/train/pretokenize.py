@@ -37,7 +37,7 @@ from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.waiting_bars import shown
 
 GROUP_BYTES = 1 << 22
-"""Text of a group of documents, about."""
+"""About how many bytes of text a group of documents has."""
 
 
 def tokenize(
@@ -119,7 +119,8 @@ def _tokenize(
             line = _join(shards, parts / "joined")
             (parts / "joined").rename(out)
     except ValueError:
-        # A command without the mistake has other parts. Those of an earlier one may be of use.
+        # The command without the mistake will write other parts. Parts of an earlier command stay,
+        # because they may be useful.
         if not interrupted:
             shutil.rmtree(parts, ignore_errors=True)
         raise

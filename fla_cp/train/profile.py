@@ -21,10 +21,10 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.progress import announced
 
 ALLOCATIONS = 200_000
-"""The most events of the memory's history that are kept, the latest ones."""
+"""The most events in the history of the memory that are kept. The latest ones are kept."""
 
 ROWS = 60
-"""Operators of a table, those that take longest first."""
+"""The number of operators in a table, which begins with those that take longest."""
 
 
 def missed(steps: range | None, start: int) -> list[str]:

@@ -314,4 +314,4 @@ READERS: Mapping[str, Callable[[Any], _Options]] = {
     "kimi_linear": _kimi_linear,
     "qwen3_next": _qwen3_next,
 }
-"""What reads a config.json, by its model_type."""
+"""The functions that read a config.json, by its model_type."""

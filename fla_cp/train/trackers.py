@@ -31,7 +31,7 @@ PROJECT = "fla_cp"
 """The project, or the experiment, of all runs."""
 
 RECORD = "trackers.json"
-"""File of a run folder: {name of a tracker: what it calls this run, or null}."""
+"""A file of the run folder: {name of a tracker: its own name of this run, or null}."""
 
 _PACKAGES = {"comet_ml": "comet-ml", "aim": "aim<4"}
 """The names for pip of packages that are not called like the tracker."""
@@ -163,7 +163,7 @@ def _hyperparameters(config: TrainConfig) -> dict[str, str | float]:
 def _built(name: str, run: Path, key: str | None, first: int, continued: bool) -> Any:
     """A tracker that has not started.
 
-    key: what it calls this run, if it has one. first: the step after the checkpoint. continued:
+    key: its own name of this run, if it has one. first: the step after the checkpoint. continued:
     whether it has started in this folder before.
     """
     kind, folder = LOGGER_TYPE_TO_CLASS[name], str(run / name)
@@ -225,7 +225,7 @@ def _local_mlflow(run: Path) -> str | None:
 
 
 def _identity(name: str, tracker: Any) -> str | None:
-    """What a started tracker calls its run, for those that need it to continue the run."""
+    """A started tracker's own name of its run, for trackers that need it to continue the run."""
     match name:
         case "wandb" | "swanlab":
             return tracker.init_kwargs["id"]
