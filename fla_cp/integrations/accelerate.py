@@ -72,15 +72,15 @@ class CPAccelerator(Accelerator):
         `parallelize` knows or has `fla_cp.nn.Attention` or `MultiHeadLatentAttention`. A rank then
         has two ranges of tokens, see `context.token_ranges`.
     exchange: how states travel between ranks, as for `build_cp_context`.
-    conv1d_kernel_size: that of the model's convolutions; None: found in the model.
+    conv1d_kernel_size: width of the model's convolutions; None: found in the model.
 
     The ranks of a cp group behave as one: each is given the same batch, returns its loss and logs
     the same. Gradients are means over all ranks, so that they are those of data parallelism alone.
-    Runs on CPU over gloo as well, where accelerate itself refuses cp.
+    It also runs on CPUs over gloo, where accelerate itself refuses cp.
 
-    Raises ValueError for what would train something else than one rank does: tensor and sequence
-    parallelism, FSDP1, DeepSpeed, Megatron-LM, FP8, TorchDynamo, and data loaders that dispatch
-    batches from one rank.
+    Raises ValueError for options with which the training would differ from that on one rank: tensor
+    and sequence parallelism, FSDP1, DeepSpeed, Megatron-LM, FP8, TorchDynamo, and data loaders that
+    dispatch batches from one rank.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class CPAccelerator(Accelerator):
         self._place = Place(group, layout, exchange, conv1d_kernel_size)
 
     def _shard_on_cpu(self, plugin: FullyShardedDataParallelPlugin) -> None:
-        """Tells accelerate that it runs FSDP2, which it does on GPUs only by itself."""
+        """Tells accelerate to run FSDP2. On GPUs it does so by itself, but not on CPUs."""
         for state in (self.state, PartialState()):
             state.distributed_type = DistributedType.FSDP
         self.state.fsdp_plugin = plugin
 
     @property
     def context(self) -> FLACPContext | None:
-        """The context of the last call of a prepared model: its `unshard` joins what that call
-        returned for each token, such as logits."""
+        """The context of the last call of a prepared model. Its `unshard` joins the ranks' parts of
+        what that call returned for each token, such as logits."""
         return self._place.context
 
     @property
@@ -150,17 +150,18 @@ class CPAccelerator(Accelerator):
         cp_context. It is then called with whole batches, equal on all ranks of a cp group:
 
         input_ids, labels and other tensors [B, T, ..], labels not shifted. attention_mask,
-        position_ids, seq_idx, seq_lens, cu_seqlens or cu_seq_lens_q tell of documents and padding,
+        position_ids, seq_idx, seq_lens, cu_seqlens or cu_seq_lens_q describe documents and padding,
         see `documents_of`; without them each row is a document.
-        The loss is that of the whole batch. Logits, and whatever else is a token's, are [1,
+        The loss is that of the whole batch. Logits and all other results for each token are [1,
         local_tokens, ..]: this rank's part of all rows, see `context`.
 
         A model of yours gets this rank's [1, local_tokens, ..] and cp_context. Its loss must be
         this rank's share. If its forward takes them, it also gets shift_labels (each token's
-        target) and num_items_in_batch (targets of the batch), and divides by the latter.
+        target) and num_items_in_batch (the number of targets in the batch), and divides by the
+        latter.
 
-        Raises ValueError for another model. A call raises ValueError for documents that are told
-        in another way, and if the ranks of a cp group are given different batches.
+        Raises ValueError for another model. A call raises ValueError for documents that are
+        described in another way, and if the ranks of a cp group are given different batches.
         """
         rounded: list[nn.Module] = []
         for part in args:
@@ -186,8 +187,8 @@ class CPAccelerator(Accelerator):
             return super().prepare(*args, device_placement=device_placement)
 
     def _rates_kept(self, model: nn.Module, prepared: Sequence[Any]) -> AbstractContextManager[Any]:
-        """The model's decay rates stay float32 if it is prepared in this context together with
-        `prepared`, among which its optimizers are."""
+        """The model's decay rates stay float32 if it is prepared in this context, together with
+        the objects in `prepared`, which include its optimizers."""
         plugin = self.state.fsdp_plugin
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             if self.is_main_process:
@@ -200,7 +201,7 @@ class CPAccelerator(Accelerator):
         return nullcontext()
 
     def _prepare_cp(self, *args: Any) -> Any:
-        """Nothing, in place of torch's context parallelism."""
+        """Does nothing, where accelerate would prepare torch's context parallelism."""
         return args
 
     def prepare_data_loader(
@@ -261,7 +262,7 @@ class CPAccelerator(Accelerator):
         )
 
     def _of_groups(self, x: Tensor) -> Tensor:
-        """Of rows [ranks * B, ..] those of the first rank of each cp group."""
+        """The rows of the first rank of each cp group, out of the rows [ranks * B, ..] of all."""
         return x.unflatten(0, (self.num_processes, -1))[:: self._place.size].flatten(0, 1)
 
     @contextmanager
@@ -271,8 +272,8 @@ class CPAccelerator(Accelerator):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> Iterator[None]:
-        """Leaves the buffers whole, where accelerate's cuts them into heads and tails: the prepared
-        model cuts what it is called with."""
+        """Leaves the buffers whole, because the prepared model cuts its arguments itself.
+        Accelerate's method cuts them into heads and tails."""
         yield
 
 
@@ -372,8 +373,9 @@ def _fsdp_plugin(
 
 
 def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Names the layers that FSDP2 shards one by one, if the script has not: accelerate fails at
-    names of layers that the model's class could have but the model has not, such as a tower's."""
+    """Names the layers that FSDP2 shards one by one, unless the script has done so. By default
+    accelerate takes all names that the model's class has, and fails if the model lacks one of these
+    layers, such as those of a vision tower."""
     names = getattr(model, "_no_split_modules", None)
     if names and plugin.transformer_cls_names_to_wrap is None:
         found = {type(part).__name__ for part in model.modules()}
@@ -436,11 +438,11 @@ def _called_with_ties(model: nn.Module, call: Callable[[], object]) -> Iterator[
 
 @contextmanager
 def _ties_kept(model: nn.Module) -> Iterator[None]:
-    """Shared parameters stay shared in a model without `tie_weights`, if it is prepared here.
+    """In the block, preparing a model without `tie_weights` keeps shared parameters shared.
 
-    With efficient loading, which `accelerate launch` asks for, accelerate moves the model to the
-    meta device and back. That makes a parameter of each name, and with `tie_weights` it shares them
-    again.
+    With efficient loading, for which `accelerate launch` asks, accelerate moves the model to the
+    meta device and back. This makes a separate parameter for each name. accelerate then calls
+    `tie_weights`, which has to share them again.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -463,7 +465,7 @@ def _ties_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without(variable: str) -> Iterator[None]:
-    """Holds back a variable of the environment in the block."""
+    """Removes a variable from the environment in the block."""
     value = os.environ.pop(variable, None)
     try:
         yield

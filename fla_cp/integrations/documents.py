@@ -13,17 +13,17 @@ OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 """Names of offsets int [N+1] of the documents, from 0 to the number of tokens."""
 
 NAMES = ("attention_mask", "position_ids", "seq_lens", "seq_idx", *OFFSETS)
-"""Everything that tells of documents or of padding."""
+"""Names of all arguments that describe documents or padding."""
 
 LENGTHS = ("max_length_q", "max_length_k")
-"""Told beside offsets, from which they follow."""
+"""Names of arguments that may come with offsets. They follow from the offsets and are not read."""
 
 
 class Documents(NamedTuple):
     """The batch's rows, one after the other, without their padding.
 
-    offsets: of the documents, from 0 to the number of tokens. rows: tokens of each row that are not
-    padding; the first ones.
+    offsets: where documents begin, from 0 to the number of tokens. rows: how many tokens each row
+    has before its padding.
     """
 
     offsets: tuple[int, ...]
@@ -43,13 +43,14 @@ class Documents(NamedTuple):
 def documents_of(shape: Sequence[int], told: Mapping[str, Any]) -> Documents:
     """The documents of a batch of `shape` [B, T, ..].
 
-    told: by the names in NAMES, where not None:
+    told: the arguments of the call with a name in NAMES; None counts as missing.
     attention_mask [B, T], 1 for tokens and 0 for padding, which must be at the ends of rows.
     position_ids [B, T] or [1, T]: they count from 0 in each document.
-    seq_idx [B, T] or [1, T]: changes where a document begins.
-    seq_lens: numbers of tokens of the documents, of any shape; zeros count for nothing.
+    seq_idx [B, T] or [1, T]: its value changes where a document begins.
+    seq_lens: how many tokens each document has, in any shape; zeros are ignored.
     cu_seqlens, cu_seq_lens_q, cu_seq_lens_k: offsets [N+1] of the documents.
-    The last four leave padding out. Every row begins a document. Without any of them it is one.
+    seq_lens and offsets do not count padding. Every row begins a document; without any of these
+    arguments, each row is one document.
 
     Raises ValueError for values that are not as above, and if two of them disagree.
     """

@@ -1,10 +1,10 @@
-"""What mixes tokens in models of transformers, under a context.
+"""The mixers of models of transformers, which mix tokens, under a context.
 
-Under a context a mixer runs transformers' own `forward`, compiled against other globals: where that
-code looks up the functions of its module that mix tokens, it finds those below. The module itself,
-the classes and the models beside it stay as they are. transformers hands the keywords of a model's
-call on to these functions, so the context comes with the call. A recomputation of an activation
-checkpoint has it too, in whichever thread it runs.
+Under a context a mixer runs a copy of transformers' own `forward` with other globals: where that
+code looks up the functions of its module that mix tokens, it finds the functions below. The module
+itself, its classes and all other models stay as they are. transformers passes the keywords of a
+model's call on to these functions, so the context comes with the call. A recomputation for an
+activation checkpoint gets it too, whichever thread runs it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fla_cp.ops.attention_plan import key_tables, latent_scheme, ring_call
 from fla_cp.ops.options import ChunkOptions
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""Keywords by which transformers asks for another attention than the causal one."""
+"""Keywords by which transformers asks for attention that is not plainly causal."""
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
-"""Parameters by which a mixer takes its cache: since transformers 5.24, and before."""
+"""Names of the parameter by which a mixer takes its cache: since transformers 5.24, and before."""
 
 
 def _convolution(
@@ -131,11 +131,13 @@ def _latent_attention(
 
 
 class _Latents:
-    """Stands where latent attention looks for its cache, which it asks for the latents of all keys.
-    They are exchanged in place of the keys and values, which are many times larger. Where these do
-    not fit, they go round in a ring, and transformers expands those of one token for nothing.
+    """Takes the place of the cache, which latent attention asks for the latents of all keys.
 
-    own: this rank's latents and shared channels, each [T_local, R], if they go round.
+    Ranks exchange latents instead of keys and values, which are many times larger. If the keys and
+    values would not fit into memory, the latents go round in a ring. transformers then gets the
+    latents of a single token, and what it expands from them is not used.
+
+    own: this rank's latents and shared channels, each [T_local, R], if they go round in a ring.
     """
 
     def __init__(self, mixer: nn.Module, context: FLACPContext):
@@ -146,7 +148,7 @@ class _Latents:
     def update(
         self, kv_nope: Tensor, k_rot: Tensor, layer: int, **others: object
     ) -> tuple[Tensor, ...]:
-        """Each [1, 1, T_local, R] -> [1, 1, keys, R]."""
+        """The latents and shared channels of all keys: [1, 1, T_local, R] -> [1, 1, keys, R]."""
         k_rot, kv_nope = _one_dtype(k_rot, kv_nope)
         latent, shared = (x[0].transpose(0, 1).flatten(1) for x in (kv_nope, k_rot))
         if self.ring(latent, shared, 1.0) is not None:
@@ -166,7 +168,7 @@ class _Latents:
         return ring_call(scheme, scale, self.context)
 
     def around(self, q: Tensor, latent: Tensor, shared: Tensor, scale: float) -> Tensor:
-        """o [T_local, H, V] of q [T_local, H, K] and the rank's own latents."""
+        """o [T_local, H, V] from q [T_local, H, K] and the rank's own latents, by a ring."""
         call = self.ring(latent, shared, scale)
         assert call is not None
         weight = self.mixer.kv_b_proj.weight.to(q.dtype)
@@ -174,7 +176,7 @@ class _Latents:
 
 
 class _Interfaces:
-    """Stands for transformers' table of attention functions."""
+    """Takes the place of transformers' table of attention functions."""
 
     def __init__(self, attention: Callable[..., tuple[Tensor, None]]):
         self.attention = attention
@@ -184,7 +186,8 @@ class _Interfaces:
 
 
 class _Kind(NamedTuple):
-    """replaced: names that the mixer's `forward` looks up, and what it finds under a context."""
+    """A kind of mixer. replaced: names that the mixer's `forward` looks up, and what it finds under
+    a context."""
 
     replaced: dict[str, object]
     latent: bool = False

@@ -35,7 +35,8 @@ class _SameNames(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The part comes first: a dict of names then has the module itself."""
+        """The part `exact` comes before the module, which has the same name. In a dict by name, the
+        module itself therefore remains."""
         yield from self.exact.named_modules(memo, prefix, remove_duplicate)
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             if module is not self.exact:
@@ -106,7 +107,7 @@ def _owners(model: nn.Module) -> list[_Owner]:
 
 
 def rate_names(model: nn.Module) -> list[str]:
-    """The names of the parameters RATES in a model, but for those that `shard_rates` has taken."""
+    """The names of a model's parameters RATES, except those that `shard_rates` has set apart."""
     return [f"{path}.{name}".lstrip(".") for path, _, names in _owners(model) for name in names]
 
 
@@ -140,9 +141,10 @@ def _check_owners(kind: str, owners: list[_Owner], apart: int) -> None:
 def shard_without_hooks(
     parts: list[nn.Module], mesh: DeviceMesh | None, policy: MixedPrecisionPolicy
 ) -> None:
-    """Makes one group of the parameters of all parts, which the caller gathers: a parameter may be
-    read without a call of its part, and torch.compile cannot trace hooks in the middle of a block.
-    FSDP's callback at the end of a backward reduces the gradients of such groups."""
+    """Makes one FSDP group of the parameters of all parts, without the hooks that gather them. The
+    caller gathers them, because a parameter may be read without a call of its part, and because
+    torch.compile cannot trace hooks in the middle of a block. FSDP's callback at the end of a
+    backward reduces the gradients of such groups."""
     fully_shard(parts, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for part in parts:
         part._forward_pre_hooks.clear()
@@ -170,7 +172,7 @@ def _exact(module: nn.Module, name: str) -> Tensor:
 
 
 def _group(model: nn.Module) -> Any:
-    """The first part, which stands for all."""
+    """The first part. Its FSDP methods act on the group of all parts."""
     return next(module for module in model.modules() if isinstance(module, Exact))
 
 
@@ -186,8 +188,9 @@ def _release(model: nn.Module, args: Any, out: Any) -> None:
 
 
 def _gather_for_backward(model: nn.Module, out: Any) -> None:
-    """A call without a graph, or the backward of another call, may come before this call's backward
-    and reshard the rates, which a recomputation reads."""
+    """Gathers the rates again when the backward of this call begins. Before that, a call without
+    gradients or the backward of another call may have resharded them, and a recomputation reads
+    them."""
     group = _group(model)
     for x in tree_leaves(out):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -195,8 +198,9 @@ def _gather_for_backward(model: nn.Module, out: Any) -> None:
 
 
 _gather_outside_graphs: Callable[[nn.Module, Any], None] = _gather_for_backward
-"""The same, which torch.compile does not trace. Only `shard_rates` asks for that, because it makes
-PyTorch import torch._dynamo, which takes programs that compile nothing a second."""
+"""`_gather_for_backward`, which `shard_rates` replaces by a form that torch.compile does not trace.
+It is not made here, because it makes PyTorch import torch._dynamo, which takes a second even in
+programs that compile nothing."""
 
 
 def _rename_saved(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:

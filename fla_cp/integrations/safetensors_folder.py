@@ -30,13 +30,14 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 SHARD_BYTES = 5 * 10**9
-"""Bytes of the tensors of a written shard, at most, as transformers has it."""
+"""The most bytes of tensors in a shard that is written, as in transformers."""
 
 _COMPARED_BYTES = 64 * 2**20
-"""Bytes of a tensor that `check_copies` reads at a time, at most, but one row at least."""
+"""The most bytes of a tensor that `check_copies` reads at a time. It reads at least one row."""
 
 _MAPPED_BYTES = 256 * 2**20
-"""Bytes after which a shard is closed and opened again, since pages that were read stay mapped."""
+"""After so many bytes a shard is closed and opened again, because pages that were read stay mapped.
+"""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -63,7 +64,7 @@ def check_is_folder(path: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a folder says of a tensor. file: name of the shard that has it."""
+    """What a folder records about a tensor. file: name of the shard that has it."""
 
     file: str
     shape: tuple[int, ...]
@@ -155,12 +156,12 @@ class TensorFolder:
 def check_copies(
     folder: TensorFolder, copies: Mapping[str, str], advice: str, rows: range | None = None
 ) -> None:
-    """Raises ValueError for a head of the folder that differs from the embedding that it is tied
-    to. transformers loads such a folder with a head of its own.
+    """Raises ValueError for a head of the folder that differs from the embedding to which it is
+    tied. transformers loads such a folder with a separate head.
 
-    copies: names of heads, which the folder need not have -> of which tensor each is a copy, of the
-    same shape. advice: what to do about a head that differs. rows: the rows that are compared; None
-    for all. A few of them are held at a time.
+    copies: names of heads, which the folder need not have -> the tensor of which each is a copy, of
+    the same shape. advice: what to do about a head that differs. rows: the rows that are compared;
+    None for all. A few rows are held at a time.
     """
     for name, other in copies.items():
         if name not in folder.tensors:
@@ -241,8 +242,8 @@ def write_tensors(
     """Writes tensors with their names as `model.safetensors`, or as shards and an index.
 
     folder: an empty folder; see `new_folder`. tensors: on any device, of any dtype that safetensors
-    has; at most one shard of them is held at a time. shard_bytes: size of the tensors of a shard at
-    most, but each has one at least. Equal tensors in equal order give equal bytes.
+    has; at most one shard of them is held at a time. shard_bytes: the most bytes of tensors in a
+    shard, unless a single tensor is larger. Equal tensors in equal order give equal bytes.
     Raises ValueError for a name that comes twice, for no tensors, and for a size below 1; OSError
     for a file that cannot be written.
     """
@@ -269,7 +270,7 @@ def write_tensors(
 
 
 def _part(i: int) -> str:
-    """Name of the i-th shard while their number is not known."""
+    """Name of the i-th shard until the number of shards is known."""
     return f"part-{i:05d}.safetensors"
 
 

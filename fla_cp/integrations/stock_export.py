@@ -18,7 +18,7 @@ from fla_cp.integrations.stock_layout import Layout
 from fla_cp.integrations.stock_model import open_stock, weights_of, written_layout
 
 ALWAYS_FP32 = ("A_log", "dt_bias", "e_score_correction_bias")
-"""Ends of names of what bfloat16 would change too much."""
+"""Endings of the names of tensors that stay float32, because bfloat16 is too coarse for them."""
 
 _ALSO = ("generation_config.json",)
 
@@ -33,12 +33,12 @@ def export_stock(
 ) -> str:
     """Writes a trained model of the folder's kind to `out`; returns its `model_type`.
 
-    folder: the folder that the training started from, of which config.json, the tokenizer and the
-    names of the published tensors are taken; without weights, transformers' own names.
+    folder: the folder that the training started from. config.json, the tokenizer and the names of
+    the published tensors are taken from it; if it has no weights, the names are transformers' own.
     whole: (name of a parameter or buffer of the model) -> all of it, on the CPU. It is called once
     for each. dtype: of the weights; decays and biases of routers stay float32. shard_bytes: see
-    `write_tensors`. Held are the tensors of one file and one parameter, for example the experts of
-    a layer.
+    `write_tensors`. At any time, the tensors of one file and one parameter are held, for example
+    the experts of a layer.
     Raises ValueError for a folder that is gone or that `read_config_json` or `weights_of` refuses,
     and for an `out` that has files.
     """
@@ -57,7 +57,7 @@ def export_stock(
 
 
 def _write_config(config: dict[str, Any], kind: str, dtype: torch.dtype, folder: Path) -> None:
-    """config.json of the source, without the code that it may name."""
+    """Writes config.json of the source, without references to code."""
     left = {name: x for name, x in config.items() if name not in ("auto_map", "torch_dtype")}
     own = {"architectures": [kind], "dtype": str(dtype).removeprefix("torch.")}
     text = json.dumps(left | own, indent=2, sort_keys=True) + "\n"

@@ -1,5 +1,5 @@
-"""A local folder of a causal language model that transformers has: its config.json and what it must
-say. Nothing here imports transformers, so that a mistake is found at once."""
+"""A local folder with a causal language model of transformers: reads and checks its config.json.
+Nothing here imports transformers, so that mistakes are found at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TOKENIZER_PATTERNS = (
 )
 """Files of a tokenizer. Kimi Linear has its vocabulary in tiktoken.model."""
 UNTIE = "if the head is its own, set tie_word_embeddings in config.json to false"
-"""Advice about a folder whose config.json says a tied head, but which has another one; see
-`check_copies`."""
+"""Advice about a folder whose config.json ties the head to the embedding, although the folder has a
+head that differs; see `check_copies`."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
 _NEUTRAL = (
@@ -39,10 +39,11 @@ ROPE_RULE = (
 
 
 def varying_rope_type(value: Any) -> str | None:
-    """A type of rotary positions whose frequencies depend on the tokens of a call, if there is one.
+    """The type of rotary positions in `value` whose frequencies depend on the tokens of a call;
+    None if there is none.
 
-    value: a type, or the entry of a configuration that has it, which may be nested by the type of
-    a layer.
+    value: a type, or the entry of a configuration that has the type. Such an entry may have one
+    entry for each type of layer.
     """
     if isinstance(value, Mapping):
         return next(filter(None, map(varying_rope_type, value.values())), None)
@@ -107,7 +108,7 @@ def _refused(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder has weights, in whichever format."""
+    """Whether the folder has weights, in any format."""
     path = Path(folder)
     known = any((path / name).is_file() for name in (SINGLE, INDEX))
     return known or any(next(path.glob(kind), None) is not None for kind in PICKLED)
@@ -119,6 +120,6 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 
 def folder_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the weights depend on: the keys and values of config.json but for neutral ones."""
+    """The keys and values of config.json on which the meaning of the weights depends."""
     config = read_config_json(folder)
     return {name: value for name, value in config.items() if name not in _NEUTRAL}

@@ -1,10 +1,10 @@
-"""Where the rows of a stock model's tensors stand in its published layout.
+"""Where the rows of a stock model's tensors are in its published layout.
 
-transformers publishes some models in another layout than that of their modules: experts one by one,
-convolutions apart, parts under other names. It converts whole tensors when it loads them. Here its
-converters run once on small tensors of row numbers in place of the weights. The result says for
-each row of a module's tensor in which row of which published tensor it stands, so that a rank reads
-its own rows and no others. Row numbers leave out the last dimension, along which nothing is cut.
+The published files of some models have another layout than the modules of transformers: experts one
+by one, convolutions split, parts under other names. transformers converts whole tensors when it
+loads them. Here its converters run once on small tensors of row numbers instead of the weights. The
+result says for each row of a module's tensor which row of which published tensor it is, so that a
+rank reads only its own rows. Row numbers leave out the last dimension, which is never cut.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Read = Callable[[str, int, int], Tensor]
 """(name, begin, end) -> those rows of a published tensor, as `TensorFolder.read` returns them."""
 
 READ_BYTES = 64 * 2**20
-"""Bytes of a tensor that are read at a time, at most, but one row at least."""
+"""The most bytes of a tensor that are read at a time. At least one row is read."""
 
 _SOURCE = 2**40
-"""In a table of rows, the number of the source counts this much."""
+"""The factor on the number of the source in a table of rows, see `Target.table`."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,9 @@ def tied_names(model: Any) -> set[str]:
 
 
 def _matcher(model: Any, known: dict[str, Shape]) -> Callable[[str], tuple[str, Any, str | None]]:
-    """(name of a published tensor) -> name of the modules' tensor, its converter and the pattern
-    of the converter that names it, both None where the tensor is renamed at most."""
+    """(name of a published tensor) -> name of the modules' tensor, its converter, and the pattern
+    of this converter that matches the name. The last two are None if the tensor is not converted
+    but at most renamed."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

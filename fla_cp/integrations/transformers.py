@@ -57,7 +57,7 @@ _MIXERS = ("linear_attn", "self_attn")
 """Names of a layer's part that mixes tokens."""
 
 _OWN_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keywords by which transformers is told of packed documents."""
+"""Keywords that describe packed documents to transformers."""
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _ACTIVE: ContextVar[FLACPContext | None] = ContextVar("active context", default=None)
@@ -71,7 +71,7 @@ def parallelize(model: _Model) -> _Model:
         of transformers 5.23 or later, or the text model inside. Call this before anything that
         wraps the model or its layers: PEFT, DDP, FSDP, accelerate's hooks.
 
-    Under a context of a group, a call is one of each of its ranks:
+    Under a context, every rank of its group calls the model:
     input_ids [1, local_tokens] (or inputs_embeds): this rank's tokens, context.shard of all.
     position_ids: if left out, each document's tokens count from 0. Otherwise this rank's, as
         transformers takes them.
@@ -80,14 +80,13 @@ def parallelize(model: _Model) -> _Model:
         add up to it, and so do the gradients.
     shift_labels, num_items_in_batch: as transformers has them. shift_labels are this rank's.
     impl, precision: as for the operators (`chunk_kda`).
-    Logits, and whatever else is a token's, are of this rank's tokens.
+    Logits and all other results for each token are those of this rank's tokens.
 
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a
     kind of layer that is not known, for layers whose `forward` was already replaced, and for rotary
-    positions of the types dynamic and longrope. A call
-    raises ValueError for what it does not support: caches, attention masks, packings that are
-    passed beside the context, attention with dropout, and router losses and logits_to_keep over
-    several ranks.
+    positions of the types dynamic and longrope. A call raises ValueError for what it does not
+    support: caches, attention masks, packings that are passed in addition to the context, attention
+    with dropout, and router losses and logits_to_keep over several ranks.
     """
     _check_version()
     text = _text_model(model)
@@ -109,8 +108,8 @@ def is_parallelized(module: nn.Module) -> bool:
 
 @contextmanager
 def under(context: FLACPContext) -> Iterator[FLACPContext]:
-    """Calls of parallelized models in this block, and in this thread, run under `context`, where
-    they are not given another as `cp_context`. Backward passes may follow outside.
+    """Calls of parallelized models in this block, and in this thread, run under `context`, unless
+    they get another one as `cp_context`. Backward passes may follow outside the block.
 
     Raises ValueError unless `context` is a FLACPContext.
     """
@@ -179,7 +178,8 @@ def _mixer(i: int, layer: nn.Module) -> nn.Module:
 
 
 def _context(keywords: dict[str, Any]) -> FLACPContext | None:
-    """That of a call. It is among the keywords afterwards, unless it is None."""
+    """The context of a call: the one it was given, or that of `under`. Unless it is None, it is put
+    into the keywords."""
     given = keywords.pop("cp_context", None)
     context: FLACPContext | None = _ACTIVE.get() if given is None else given
     if context is not None:
@@ -195,7 +195,7 @@ def _enter_head(
     return (args, keywords) if context is None else _prepare_head(context, model, args, keywords)
 
 
-@torch.compiler.disable  # of a graph, in which Dynamo warns of most of it
+@torch.compiler.disable  # not traced into a graph: Dynamo warns about most of this code
 def _prepare_head(
     context: FLACPContext, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,7 +232,7 @@ def _prepare_text(
     x = _check_call(context, args, keywords)
     if keywords.get("position_ids") is None:
         keywords["position_ids"] = _positions(context, x.device)
-    # With one mask for each kind of layer transformers makes none, which would grow with T * T.
+    # With an entry for each kind of layer, transformers makes no masks, which would take T * T.
     keywords["attention_mask"] = dict.fromkeys(model.config.layer_types)
     keywords["use_cache"] = False
     return args, keywords
@@ -241,7 +241,7 @@ def _prepare_text(
 def _check_call(
     context: FLACPContext, args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Tensor:
-    """The call's tokens or embeddings."""
+    """The call's tokens or embeddings, after checks of its arguments."""
     if len(args) > 1:
         raise ValueError(
             f"only input_ids may be passed by position under a context, got {len(args)} arguments"
@@ -293,7 +293,7 @@ def _positions(context: FLACPContext, device: torch.device) -> Tensor:
 
 
 def _take_labels(context: FLACPContext, keywords: dict[str, Any]) -> None:
-    """Shifts labels over the borders of ranks, and counts those of the whole batch."""
+    """Shifts labels, also from rank to rank, and counts the labels of the whole batch."""
     ignored = keywords.get("ignore_index", -100)
     shifted = keywords.get("shift_labels")
     whole = context.unshard(keywords["labels"] if shifted is None else shifted)
@@ -306,7 +306,7 @@ def _take_labels(context: FLACPContext, keywords: dict[str, Any]) -> None:
 
 
 def _last_tokens(context: FLACPContext, device: torch.device) -> Tensor:
-    """Of each document, in the whole batch; int64."""
+    """The position of each document's last token in the whole batch, int64."""
 
     def build() -> Tensor:
         last = tuple(hi - 1 for lo, hi in pairwise(context.global_cu_seqlens) if hi > lo)

@@ -1,7 +1,7 @@
 """A model that is called with whole batches and computes this rank's part of them.
 
 Ranks of a cp group behave as one: each is called with the same batch [B, T] and returns its loss.
-In between the batch becomes one row of documents, of which each rank takes a part.
+In between, the batch becomes one row of documents, and each rank takes a part of this row.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Place:
     """This rank among those that share a sequence.
 
     group: None for one rank. layout: one of LAYOUTS. exchange: as for `build_cp_context`. width:
-    that of the model's convolutions; None: found in the model. softmax: whether layers of the model
-    are known to be softmax attention. context: that of the last call.
+    how many tokens the model's convolutions read; None: found in the model. softmax: whether some
+    layers of the model are known to be softmax attention. context: the context of the last call.
     """
 
     group: dist.ProcessGroup | None
@@ -79,7 +79,7 @@ class Place:
             cu_seqlens_cpu=offsets,
             token_ranges=self._ranges(documents.offsets),
             exchange=self.exchange,
-            check=False,  # `compare` has done it
+            check=False,  # `_compare` has done it
         )
         return self.context
 
@@ -96,7 +96,7 @@ class Place:
 
 
 def _pairs(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> int:
-    """How many scores of softmax attention a rank with these ranges forms for a head."""
+    """How many scores of softmax attention a rank with these ranges computes for each head."""
     found = 0
     for piece in pieces(offsets, ranges):
         queries, before = piece.hi - piece.lo, piece.lo - piece.begin
@@ -131,13 +131,13 @@ def take_whole_batches(model: nn.Module, place: Place) -> None:
     def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         return _with_joined_loss(out, place.group)
 
-    # before the hook of `parallelize`, which takes what this one gives
+    # before the hook of `parallelize`, which gets the results of this one
     model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(leave)
 
 
 def _width(model: nn.Module) -> int | None:
-    """That of the model's convolutions. Raises ValueError for several."""
+    """The width of the model's convolutions. Raises ValueError if they have several widths."""
     parts = list(model.modules())
     found = {part.kernel_size[0] for part in parts if isinstance(part, nn.Conv1d)}
     found |= {part.kernel_size for part in parts if isinstance(part, ShortConvolution)}
@@ -152,7 +152,7 @@ def _width(model: nn.Module) -> int | None:
 def _by_name(
     names: Mapping[str, inspect.Parameter], args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call."""
+    """All arguments of a call, by name."""
     if len(args) > len(names):
         raise ValueError(f"at most {len(names)} arguments may be passed by position")
     given = dict(zip(names, args, strict=False))

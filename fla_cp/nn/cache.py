@@ -53,7 +53,7 @@ class AttentionCache:
 
     def fixed(self) -> FixedAttentionCache:
         """A cache in the same memory, for steps that a CUDA graph repeats. Both may be used in any
-        order: a call with this cache then reads the number of tokens from the device."""
+        order: from now on, calls with this cache read the number of tokens from the device."""
         self.shared = True
         return FixedAttentionCache(self.keys, self.values, self.lengths, self.written, True)
 

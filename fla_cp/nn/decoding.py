@@ -65,9 +65,9 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def one_stage_rule(layer: LinearAttention) -> DeltaRule | None:
-    """The rule of a layer whose convolution, operator and norm are one stage; None if they are not:
-    layers and modules of other classes or with hooks, or parameters that each call casts (see
-    `StepMixer`)."""
+    """The rule of a layer whose convolution, operator and norm are one stage; None if they are not.
+    They are not if the layer or one of its modules has another class or hooks, or if each call
+    casts parameters (see `StepMixer`)."""
     core, member = layer.core, ONE_STAGE.get(layer.core.name)
     plain = core.__class__ in (Core, KDACore) and layer.o_norm.__class__ is GatedRMSNorm
     plain = plain and supported(layer)  # a class of the caller's may override what lies between
@@ -267,7 +267,7 @@ class BlockStep:
             x += (y[0] if isinstance(y, tuple) else y)[:, 0]  # experts return statistics, too
 
     def layer(self, cache: LayerCache, x: Tensor) -> StepLayer | None:
-        """The block as one layer, for an x of this dtype; None if its parts are no such stages."""
+        """The block as one layer, for an x of this dtype; None if its parts are not such stages."""
         mixer, ffn = self.mixer, self.ffn
         if mixer is None or ffn is None or mixer.rule is None:
             return None

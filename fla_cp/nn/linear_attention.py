@@ -233,7 +233,7 @@ class LinearAttention(nn.Module):
         low-rank projection as in GLA and KDA."""
         projection = self.linear(self.num_v_heads)
         if self.per_head:
-            return projection  # made in any case, so that a seed gives the same weights as ever
+            return projection  # always made, so that a seed gives the same weights as before
         up = nn.Linear(self.head_v_dim, self.num_v_heads * self.head_dim, bias=False)
         return nn.Sequential(self.linear(self.head_v_dim), up)
 

@@ -81,9 +81,9 @@ def check_dtype(x: Tensor, **modules: object) -> None:
     """Raises ValueError unless x has the dtype of the weights of these modules, which read it, or
     autocast converts both.
 
-    modules: linear layers or sequences of them, by name; None stands for no module. One that may
-    convert x by itself is not judged: one of another class, with hooks, or with a weight that is no
-    plain tensor.
+    modules: linear layers or sequences of them, by name; None stands for no module. A module that
+    may convert x by itself is not checked: one of another class, with hooks, or with a weight that
+    is no plain tensor.
     """
     for name, module in modules.items():
         if (found := _other_dtype(x, module)) is not None:
@@ -98,8 +98,8 @@ def check_inner_dtype(x: Tensor, name: str, module: object) -> None:
 
 
 def _other_dtype(x: Tensor, module: object) -> torch.dtype | None:
-    """The dtype of a module's weight that fits x neither as it is nor under autocast. None if it
-    fits, and for a module that is not judged."""
+    """The dtype of a module's weight if it differs from x's and autocast does not convert both.
+    None if it fits, and for a module that is not checked."""
     if module.__class__ is nn.Sequential:
         parts: Any = module
         if not watched(parts):

@@ -46,9 +46,9 @@ def key_tables(
 
 
 def placed(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPContext | None]:
-    """In an op of a compiled graph: the tables of a call of so many local tokens in `rows` rows,
-    and the context with this number. Raises ValueError if the context has another number of
-    tokens, or if its group was destroyed."""
+    """For an op of a compiled graph: the tables of a call, and the context that has this number.
+    tokens: how many local tokens the call has. rows: how many rows they form. Raises ValueError if
+    the context has another number of tokens, or if its group was destroyed."""
     context = context_of(number)
     if context is not None:
         context.check_alive()
@@ -57,8 +57,8 @@ def placed(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPCont
 
 
 def handle_of(cp_context: FLACPContext | None) -> Handle:
-    """What a compiled graph has in place of a context. Raises ValueError for a context of fixed
-    shape."""
+    """The handle that stands for a context in a compiled graph. Raises ValueError for a context of
+    fixed shape."""
     if cp_context is None:
         return Handle.make(-1, PackingSizes())
     check_fixed_call(cp_context)

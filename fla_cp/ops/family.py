@@ -400,9 +400,9 @@ def _packed(x: Tensors, o: Options, cu_seqlens: Tensor) -> Packed:
 def _shared_packing(
     context: FLACPContext, packing: Packing, x: Inputs, o: Options, backend: Backend
 ) -> Packing:
-    """The packing of a call under a context: if possible the one with a frame, whose programs
-    similar packings share. It is possible if the call has no states and no rank's segments are cut.
-    All ranks decide alike, because they know the lengths of all."""
+    """The packing of a call under a context. If possible this is the packing with a frame, whose
+    programs similar packings share. It is possible if the call has no states and no rank's segments
+    are cut. All ranks decide alike, because each of them knows the lengths of all."""
     if _states(o) or backend.replay_stream(x.q.device) is None:
         return packing
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
@@ -418,7 +418,7 @@ def _shared_packing(
 
 
 def _packing(x: Tensors, o: Options, rows: int, rule: DeltaRule, backend: Backend) -> Packing:
-    """The packing of a call. Under a context it counts tokens; others count rows."""
+    """The packing of a call. It counts tokens under a context, and otherwise rows."""
     if o.cp_context is not None:
         return o.cp_context.in_chunks(rule.chunk)
     B, T = x.q.shape[:2]

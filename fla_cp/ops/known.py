@@ -72,16 +72,16 @@ OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
 
 
 def _offsets(x: torch.Tensor) -> tuple:
-    """Everything that decides whether offsets of sequences are of the right kind. Their number is
-    not part of it, except whether there are fewer than two."""
+    """Everything that decides whether offsets of sequences are of the right kind. Of their number,
+    only whether it is below two matters."""
     return x.ndim, x.dtype, x.device, x.is_contiguous(), x.numel() < 2
 
 
 _CONSTANTS = {bool, int, float, str, type(None)}
 """Types of options that are compared by value."""
 _LAYOUTS = frozenset(Options._fields[TENSORS])
-"""Options of which the layout decides. Of a scale the value does, so that a tensor in its place has
-to be read at each call."""
+"""Options that are compared by layout. A scale is compared by value, so a tensor as scale has to be
+read in each call."""
 
 
 def key_of(

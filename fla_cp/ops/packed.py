@@ -23,11 +23,11 @@ from fla_cp.pipeline import Plan, PlanKey
 from fla_cp.rule import CHUNK
 
 MOST_PLANS = 64
-"""The most plans that are kept for the next call with the same offsets; then all are forgotten,
-which takes less time than to forget them one by one."""
+"""The most plans that are kept for later calls with the same offsets. When there are as many, all
+are forgotten, which takes less time than forgetting them one by one."""
 
 plans: dict[tuple[Known, tuple[int, ...], bool], Plan] = {}
-"""Plans by `Known`, offsets, and whether launches are watched, so that no frame is possible."""
+"""Plans by `Known`, offsets, and whether a frame is impossible because launches are watched."""
 
 
 def packed_plan(

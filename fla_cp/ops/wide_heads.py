@@ -34,12 +34,12 @@ from fla_cp.ops.options import Options, Tensors
 from fla_cp.rule import CHUNK, NORM_EPS, accumulator
 
 WORTH = 2**17
-"""Tokens times heads from which heads are split that need not be. For fewer, what splits them takes
-the host longer than it spares the GPU."""
+"""From this product of tokens and heads on, heads are split even if they need not be. Below it,
+splitting takes the host more time than it saves on the GPU."""
 
 
 def width_of_steps(removal: str, x: Tensors) -> int | None:
-    """How many channels the narrow heads of a call have that goes token by token; None if its heads
+    """How many channels the narrow heads have in a call that runs token by token; None if its heads
     are not split. The call's arguments must have been checked."""
     return MAX_DIM if removal == "none" and max(x.q.shape[-1], x.v.shape[-1]) > MAX_DIM else None
 
@@ -54,10 +54,10 @@ def width_of_chunks(
     if not _is_dense(x.q) or not _is_dense(x.v):
         return None
     K, (B, T, HV, V) = x.q.shape[-1], x.v.shape
-    if K <= FAST_WIDTH >= V and K <= MAX_DIM >= V:  # this is quick, and true of most calls
+    if K <= FAST_WIDTH >= V and K <= MAX_DIM >= V:  # a quick test, which is true for most calls
         return None
     several = getattr(options.get("cp_context"), "world_size", 1) > 1
-    size = WORTH if several else B * T * HV  # ranks may have unequally many tokens
+    size = WORTH if several else B * T * HV  # the ranks may have different numbers of tokens
     per_head = per_head and options.get("chunk_size") in (None, CHUNK)
     where = options.get("impl", "auto"), x.q.device, x.q.dtype
     return block_width(removal, per_head, K, V, size, *where)

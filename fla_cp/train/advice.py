@@ -1,5 +1,5 @@
-"""What the trainer says of a configuration when a run starts: work that is divided unequally, and
-flags that have no effect."""
+"""Notes of the trainer about a configuration when a run starts: about work that is divided
+unequally, and about flags that have no effect."""
 
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.mixture import parse_mixture
@@ -8,7 +8,7 @@ from fla_cp.train.token_layout import mirrored_attention, whole_packs
 
 
 def advice(config: TrainConfig) -> list[str]:
-    """Lines for the user, each a note."""
+    """The notes for the user, one a line."""
     lines = []
     if whole_packs(config):
         lines.append(

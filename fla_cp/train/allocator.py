@@ -6,8 +6,9 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The environment variables with which users set torch's allocator."""
 
 GROWING = "expandable_segments:True"
-"""Segments of memory grow where they are. Otherwise each large tensor that fits into no gap takes a
-segment of its own, and the gaps of a step, which a CUDA graph keeps forever, add up."""
+"""Lets a segment of memory grow in place. Otherwise each large tensor that fits into no gap takes a
+segment of its own, and the gaps add up. A CUDA graph keeps the gaps of its step as long as it
+exists."""
 
 
 def let_segments_grow() -> None:

@@ -1,4 +1,4 @@
-"""The argument parser of the programs other than the trainer, which says a mistake in one line."""
+"""The argument parser of all programs except the trainer. It reports a mistake in one line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that ends for a mistake with one line `error: ..` and status MISTAKE.
+    """An ArgumentParser that ends after a mistake with one line `error: ..` and status MISTAKE.
 
     command: the installed program, such as "fla-cp-plot". The line names the argument, the rule and
-    the value. Only rank 0 prints it, since all ranks have the same arguments. Values of the types
-    int and float are parsed by this class, which says what they must be. Options have to be written
-    out: what an abbreviation means could change with each new option.
+    the value. Only rank 0 prints it, because all ranks have the same arguments. This class parses
+    values of the types int and float itself, so that the line says what they must be. Options must
+    not be abbreviated, because a new option could change the meaning of an abbreviation.
     """
 
     def __init__(self, command: str, **options: Any) -> None:
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             return self._unknown(unknown[1].split()[0])
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            for word in self._words:  # what is missing may be what an unknown option was to give
+            for word in self._words:  # an unknown option may be a misspelt one that is required
                 if word.startswith("--") and word.partition("=")[0] not in self._option_names():
                     return self._unknown(word)
             return f"{missing[1].replace(', ', ' and ')} must be given; {self.prog} --help says how"
@@ -86,7 +86,8 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def by_flags(call: Callable[..., _T], **arguments: Any) -> _T:
-    """What a call returns. An error that begins with an argument's name begins with its flag."""
+    """What a call returns. If the call's error begins with the name of an argument, the flag of
+    this argument takes the place of the name."""
     try:
         return call(**arguments)
     except ValueError as error:

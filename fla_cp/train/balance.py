@@ -31,11 +31,11 @@ def rates(config: ModelConfig, routing: str) -> dict[str, float]:
 
 
 def check_micro_batches(config: TrainConfig, aux_loss: float, origin: str) -> None:
-    """Raises UserError if --check-parity would compare load-balancing losses of other batches.
+    """Raises UserError if --check-parity would compare load-balancing losses of different batches.
 
-    One rank takes the micro-batches of data-parallel ranks one after the other, and the loss of
-    their loads together is not the mean of their losses. aux_loss: its factor. origin: what sets
-    it, for the message.
+    One rank takes the micro-batches of data-parallel ranks one after the other, each with a loss of
+    its own. The ranks together have one loss for all of them, which is not the mean of these.
+    aux_loss: factor of the loss. origin: what sets this factor, for the message.
     """
     size = config.data.micro_batch_size
     if config.parity.check and aux_loss and config.parallel.dp > 1 and size:

@@ -159,7 +159,7 @@ def kernels_without_launches(impl: Impl) -> Iterator[Impl]:
     with ExitStack() as stack:
         stack.enter_context(using(backend))
         stack.enter_context(redirected(lambda *given, **named: None))
-        # On a GPU flash attention runs. What replaces it elsewhere would hold scores.
+        # On a GPU flash attention runs. Its substitute on other devices would hold scores.
         stack.enter_context(_replaced(attention, "flash_runs", _flash_would_run))
         yield "triton"
 
@@ -250,7 +250,7 @@ def kept_compiled(block: nn.Module, x: Tensor, context: FLACPContext) -> int:
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    torch._dynamo.reset()  # each length is compiled anew, with constant shapes
+    torch._dynamo.reset()  # each length is compiled by itself, with constant shapes
     x = x.detach().requires_grad_()
     given = {x.untyped_storage()._cdata}
     given |= {p.untyped_storage()._cdata for p in block.parameters()}

@@ -1,4 +1,4 @@
-"""The size of a folder of shards: those that were used least recently are deleted.
+"""Limits the size of a folder of shards: the least recently used shards are deleted.
 
 A shard is used when somebody opens it, which sets the time of its folder. Deleting one under a run
 that reads it does no harm: its open files stay readable, and it is made again when it is needed.

@@ -50,7 +50,7 @@ shape."""
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
 IMPLIED = {"gate_bias": True}
-"""What None means in fields of ModelConfig that `Shape` does not fill in."""
+"""The value that None stands for, in fields of ModelConfig that `Shape` does not fill in."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_gib")
 """Fields of DataConfig that do not change the batches."""
 

@@ -32,8 +32,8 @@ def _short(*flags: str) -> Any:
 class Recipe:
     """Defaults of a named size for the length of the training and the learning rate.
 
-    Those of 340M and above assume AdamW and batches of about 0.5 million tokens, which is common
-    for the smaller ones; the one of tiny is for the bytes of `stdlib` on a CPU.
+    The rates of 340M and larger sizes assume AdamW and steps of about 0.5 million tokens. The rate
+    of tiny is meant for the bytes of `stdlib` on a CPU.
     """
 
     lr: float
@@ -52,33 +52,35 @@ RECIPES = {
 }
 
 FOLDER_RECIPE = Recipe(lr=1e-5, warmup_steps=100, max_steps=1000)
-"""For hf:DIR, whose weights are trained already."""
+"""Defaults for hf:DIR, whose weights are already trained."""
 
 FOLDER = "hf:"
-"""What --model starts with where a folder follows."""
+"""The prefix of --model that is followed by a folder."""
 
 SEEDS = 2**32
-"""Seeds are below this: accelerate seeds NumPy's global generator, which takes no larger one."""
+"""Seeds must be below this, because NumPy's global generator, which accelerate seeds, takes no
+larger ones."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder. A named size sets every dimension; the others override one each."""
+    """The decoder. A named size sets every dimension, and each other option overrides one of
+    them."""
 
     size: Annotated[str, _short("--model")] = "tiny"
     """Named size: tiny (which trains on a CPU), 340M, 1.3B, kimi-linear-small, qwen3-next-small,
     kimi-linear or qwen3-next. The last two are Kimi Linear 48B-A3B and Qwen3-Next 80B-A3B, experts
     included; the small ones have the same layers and fit one GPU. Or hf:DIR, a folder with a model
-    of transformers; then only init, impl and remat may follow."""
+    of transformers; of the options below, it takes only init, impl and remat."""
     init: Literal["weights", "random"] = "weights"
     """With hf:DIR: the folder's weights, or random ones, as transformers draws them."""
     mixer: Annotated[Mixer | None, _short("--mixer")] = None
     """Token mixer of every block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
-    GLA, simple GLA, or softmax attention: gated with grouped queries, or latent (MLA). None: by
-    model size, kda or a pattern."""
+    GLA, simple GLA, or one of two kinds of softmax attention: attention (gated, with grouped
+    queries) or mla (multi-head latent attention). None: kda or a pattern, by model size."""
     pattern: str | None = None
-    """Mixers of a hybrid, in place of --mixer: kda*3,mla repeats three blocks of kda and one of
-    mla over all blocks; the last repetition may be cut."""
+    """Mixers of a hybrid, instead of --mixer: kda*3,mla is three blocks of kda and then one of mla.
+    This is repeated over all blocks, and the last repetition may be incomplete."""
     layers: int | None = None
     """Number of blocks."""
     hidden_size: int | None = None
@@ -86,65 +88,66 @@ class ModelConfig:
     num_heads: int | None = None
     """Heads of the mixer."""
     head_dim: int | None = None
-    """Key and value channels of a head, at most 256."""
+    """Key and value channels of a head: at most 256, or 512 if all mixers are gla or simple_gla."""
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
     vocab_size: int | None = None
     """Rows of the embedding and of the head, such as those of a model for --init-from. None: as
     many as the data have tokens; fewer are refused."""
     norm_eps: float | None = None
-    """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
-    size, 1e-5 or 1e-6 (qwen3-next)."""
+    """Added to the mean square in the norms, except in the norm of mla's latents, which has 1e-6.
+    None: by model size, 1e-5 or 1e-6 (qwen3-next)."""
     experts: int | None = None
-    """Experts of each block, in place of SwiGLU. 0: no mixture of experts. None: by model size;
-    those that are not hybrids have none. So are the sizes and choices below."""
+    """How many experts a block has instead of SwiGLU. 0: no mixture of experts. None: by model
+    size; sizes that are not hybrids have no experts."""
     experts_per_token: int | None = None
     """Experts that a token takes, besides the shared ones. None: by model size, else 2."""
     shared_experts: int | None = None
     """Experts that every token takes; with softmax their output has a gate, as in Qwen3-Next. None:
     by model size, else 0."""
     expert_size: int | None = None
-    """Inner width of an expert. None: by model size, else so that a token's experts together have
-    that of SwiGLU."""
+    """Inner width of an expert. None: by model size, else such that a token's experts together are
+    as wide as SwiGLU."""
     routing_scale: float | None = None
     """Factor on the weights of a token's experts. None: by model size, else 1."""
     routing: Literal["softmax", "sigmoid"] | None = None
-    """How experts are scored: softmax as in Qwen3, or sigmoid with a bias for the choice alone, as
-    in Kimi Linear. None: by model size, else softmax."""
+    """How experts are scored: by softmax as in Qwen3, or by sigmoid as in Kimi Linear, with a bias
+    that is added only to choose the experts. None: by model size, else softmax."""
     aux_loss: float | None = None
-    """Factor of the load-balancing loss, whose gradient is added; the loss that is shown is without
-    it. None: 0.001 with softmax, 0 with sigmoid."""
+    """Factor of the load-balancing loss. Its gradient is added, but the displayed loss leaves it
+    out. None: 0.001 with softmax, 0 with sigmoid."""
     bias_rate: float | None = None
     """With sigmoid: how far a step moves the bias of each expert towards equal loads. None:
     0.001."""
     dense_layers: int | None = None
-    """The first blocks, which keep SwiGLU. None: by model size, else 0."""
+    """How many of the first blocks keep SwiGLU. None: by model size, else 0."""
     rope_theta: float | None = None
     """Base of the rotary positions of attention and mla. None: by model size, 10000 or 1e7."""
     rope_scaling: str | None = None
     """yarn:FACTOR[:ORIGINAL]: rotary positions for sequences FACTOR times longer than the ORIGINAL
     tokens that the model was trained with; without ORIGINAL, --seq-len / FACTOR."""
     mla_rope: bool = False
-    """Rotary positions in mla, as in DeepSeek-V3. Without, mla has no positions, as in Kimi
-    Linear."""
+    """Rotary positions in mla, as in DeepSeek-V3. Without this option mla has no positions, as in
+    Kimi Linear."""
     gate_lower_bound: float | None = None
     """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
     gate_bias: bool | None = None
-    """Whether the output gate of kda has a bias. None: yes, but not beside mla, since the published
-    Kimi Linear has none."""
+    """Whether the output gate of kda has a bias. None: yes, but not if the model also has mla,
+    because the published Kimi Linear has no such bias."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"
     """Backend of the operators; auto chooses by device."""
     compile: Annotated[Literal["auto", "on", "off"], _short("--compile")] = "auto"
-    """Compile each block with torch.compile, which fuses what stands between its products: steps
-    take less time, the first one more. auto: on cuda, but not with --remat selective. --compile
-    alone means on."""
+    """Compile each block with torch.compile, which fuses the operations between matrix products.
+    Steps then take less time, except the first one, which takes longer. auto: on cuda, but not with
+    --remat selective or data.max_documents. --compile alone means on."""
     remat: Annotated[Literal["none", "selective", "full"], _short("--remat")] = "none"
     """What the backward recomputes of each block. none: nothing. selective: projections, norms,
     gates and SwiGLU, but no operator and no exchange between ranks. full: everything, exchanges
     too; --remat alone means full. docs/training.md has the bytes that each one keeps."""
     offload: Annotated[bool, _short("--offload")] = False
-    """Keep what each block saves for its backward in the host's memory; only on GPUs. It goes over
-    PCIe twice a step, so prefer it with --remat full or selective, which keep least."""
+    """Keep what each block saves for its backward in the host's memory; only on GPUs. The saved
+    tensors cross PCIe twice a step, so combine this with --remat full or selective, which save
+    least."""
 
     @property
     def folder(self) -> str | None:
@@ -190,9 +193,9 @@ class DataConfig:
     micro_batch_size: Annotated[int | None, _short("--micro-batch-size")] = None
     """Packs that one forward and backward takes on a data-parallel rank; None: all of its packs."""
     max_documents: int | None = None
-    """With --cuda-graphs: the most documents of a micro-batch, so that one graph serves all
-    packings. Each costs the GPU up to a chunk of 64 tokens more. A micro-batch that has more runs
-    without the graph. Blocks are then not compiled."""
+    """With --cuda-graphs: the most documents that a micro-batch may have, so that one graph serves
+    all packings. For each document, the GPU computes up to one more chunk of 64 tokens. A
+    micro-batch with more documents runs without the graph. Blocks are not compiled."""
     eval_batches: Annotated[int, _short("--eval-batches")] = 4
     """Held-out batches (of global_batch_size packs) that an evaluation reads, always the same."""
     workers: Annotated[int | None, _short("--workers")] = None
@@ -207,16 +210,16 @@ class ParallelConfig:
     cp: Annotated[int, _short("--cp")] = 1
     """Ranks that share one sequence (context parallelism)."""
     dp_shard: Annotated[int, _short("--dp-shard")] = 1
-    """Data-parallel ranks that shard the parameters (FSDP, together with the cp ranks). -1: those
-    that were started and that cp and dp_replicate leave; 1 for a single process."""
+    """Data-parallel ranks that shard the parameters (FSDP, together with the cp ranks). -1: the
+    started ranks divided by cp * dp_replicate, or 1 if a single process was started."""
     dp_replicate: Annotated[int, _short("--dp-replicate")] = 1
     """Data-parallel replicas of the sharded parameters (HSDP)."""
     layout: Literal["auto", "contiguous", "zigzag", "uneven"] = "auto"
     """Which tokens of a sequence a cp rank owns. contiguous: one range. zigzag: two ranges, which
     mirror each other about the middle, so that ranks have about equal work in softmax attention.
     auto: zigzag if the model has softmax attention and packs are cut between ranks, except with
-    data.max_documents, and contiguous otherwise. uneven, for --check-parity only: one range, which
-    is twice as long on the second rank as on the first, and so on."""
+    data.max_documents, and contiguous otherwise. uneven, for --check-parity only: one range, with
+    lengths in the ratio 1 : 2 : 3 and so on over the ranks."""
     exchange: Annotated[
         Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"
@@ -225,38 +228,41 @@ class ParallelConfig:
     """auto: cuda where every local rank has a GPU, else cpu."""
     cuda_graphs: Annotated[Literal["auto", "on", "off"], _short("--cuda-graphs")] = "auto"
     """Capture a micro-batch's forward and backward in a CUDA graph, so that the GPU does not wait
-    for the host. auto: on cuda with at most four ranks, two if blocks are compiled, and one with
-    softmax attention or experts, as long as packs are divided alike in every step, for example one
-    document each, and the graph fits into memory. on: packings that come back, up to four, or with
-    data.max_documents all packings; a graph then holds the memory of a micro-batch's activations
-    for good. --cuda-graphs alone means on."""
+    for the host. auto: on cuda, while packs are divided alike in every step (for example, if each
+    holds one document) and the graph fits into memory. The run may have at most four ranks, two if
+    blocks are compiled, and one with softmax attention or experts. on: a graph for each of up to
+    four packings that come a third time, or with data.max_documents one for all packings. Graphs
+    then hold the memory of a micro-batch's activations until the run ends. --cuda-graphs alone
+    means on."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
     flash_attention_3: Literal["off", "auto", "on"] = "off"
-    """Softmax attention in bfloat16 runs FlashAttention-3 instead of PyTorch's own kernel. auto:
-    where the package flash-attn-3 is installed, on GPUs of compute capability 9.0."""
+    """Whether softmax attention in bfloat16 runs FlashAttention-3 instead of PyTorch's own kernels.
+    auto: if the package flash-attn-3 is installed, on GPUs of compute capability 9.0."""
     reduce: Literal["step", "micro_batch"] = "step"
     """How often gradients are reduced over the ranks, if a step has several micro-batches. step:
-    once, which sends least, but until then each rank holds the gradients of all parameters, 4 bytes
-    each. micro_batch: each time, so that a rank holds only the gradients of its own shard."""
+    once, which sends the fewest bytes, but until then each rank holds the gradients of all
+    parameters, 4 bytes each. micro_batch: after each micro-batch, so that a rank holds only the
+    gradients of its own shard."""
     reshard: Literal["auto", "always", "never"] = "auto"
-    """When the gathered parameters of a block are freed: after its forward and again after its
-    backward (always), or only after its backward (never), which gathers them once instead of twice
-    but holds a copy of all in the compute dtype. auto: never where one rank has all parameters, and
-    where the copy takes at most 1 GiB."""
+    """Whether the gathered parameters of a block are freed after its forward. always: they are, and
+    the backward gathers them again. never: they stay until the backward, which saves one gather but
+    keeps a copy of all parameters in the compute dtype. auto: never if one rank has all parameters
+    or the copy takes at most 1 GiB, else always."""
     notice_seconds: float = 60.0
-    """After so many seconds without progress, rank 0 (or the lowest that lives) says which ranks
-    wait for which."""
+    """After so many seconds without progress, the lowest rank that still runs says which ranks wait
+    for which."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress on any rank, the run ends with exit code 4. A rank
-    makes progress with each micro-batch and each exchange of states; raise this where the forward
-    or backward of one takes longer. The first step, checkpoints and --check-parity may take longer
-    while their process lives."""
+    makes progress with each micro-batch and each exchange of states, so raise this if the
+    forward or backward of a micro-batch takes longer. The first step, checkpoints and
+    --check-parity may take longer as long as the process lives."""
     rendezvous_seconds: float = 120.0
     """How many seconds ranks wait for each other at the start."""
     max_restarts: Annotated[int, _short("--max-restarts")] = 0
     """How often ranks that this process launched are started again after a failure, from the newest
-    checkpoint; not after a mistake (exit code 2) or a diverged run (3). torchrun has its own."""
+    checkpoint; not after a mistake (exit code 2) or a diverged run (3). torchrun has an option of
+    its own for this."""
 
     @property
     def world_size(self) -> int:
@@ -285,7 +291,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser; its learning rate over run.max_steps: linear warm-up, then the schedule."""
+    """The optimiser, and its learning rate over run.max_steps: a linear warm-up, then the
+    schedule."""
 
     name: Annotated[Literal["adamw", "muon"], _short("--optimizer")] = "adamw"
     """adamw, or muon: Muon for the matrices of the blocks' linear layers, AdamW for all other
@@ -303,7 +310,7 @@ class OptimConfig:
     """Steps of linear warm-up. None: by model size, 20 to 2000, but at most a fifth of
     run.max_steps."""
     weight_decay: float = 0.1
-    """Decay of matrices; norms, biases, A_log and dt_bias have none."""
+    """Weight decay of matrices; norms, biases, A_log and dt_bias have none."""
     beta1: float = 0.9
     """AdamW's first-moment decay."""
     beta2: float = 0.95
@@ -326,36 +333,37 @@ class RunConfig:
     seed: Annotated[int, _short("--seed")] = 0
     """Seed of the weights and of the order of the data, below 2^32."""
     eval_every: Annotated[int, _short("--eval-every")] = 25
-    """Steps between held-out losses; also before the first and after the last. 0: never."""
+    """Steps between held-out losses, which are also measured before the first step and after the
+    last. 0: never."""
     checkpoint_every: Annotated[int, _short("--checkpoint-every")] = 0
     """Steps between checkpoints. The end of a run and SIGTERM or SIGINT write one in any case."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept: the newest ones."""
     resume: Annotated[str, _short("--resume")] = "none"
-    """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
-    auto without --out looks in the newest runs/ folder of this model that has a checkpoint.
-    A resumed run goes on in its own folder; --out names another one."""
+    """none, auto, or the path of a run or a checkpoint. auto: the newest whole checkpoint of --out,
+    if there is one; without --out, that of the newest runs/ folder of this model that has a
+    checkpoint. A resumed run continues in its own folder, or in --out if that is given."""
     init_from: Annotated[str | None, _short("--init-from")] = None
     """Folder of a model of transformers (Kimi Linear or Qwen3-Next) whose weights a new run starts
     from; the sizes are those of this configuration and must be the same. A resumed run does not
     read it."""
     trust_checkpoint: bool = False
-    """Load a checkpoint whose pickles hold what torch's own do not; they may run any code."""
+    """Load a checkpoint even if its pickles could run code. Otherwise it is refused."""
     out: Annotated[str | None, _short("--out")] = None
     """Run folder, on a file system that all hosts share. None: that of the resumed run, or for a
     new run runs/<date>-<time>-<model>."""
     log_every: Annotated[int, _short("--log-every")] = 10
     """Steps between printed lines where there is no terminal for a progress bar."""
     max_skips: Annotated[int, _short("--max-skips")] = 10
-    """A step whose loss or gradient is not finite is skipped. So many of them in a row end the
-    run."""
+    """A step whose loss or gradient is not finite is skipped. After so many skipped steps in a row
+    the run ends."""
     tracker: Annotated[str, _short("--tracker")] = "tensorboard"
-    """Where metrics go besides metrics.jsonl: names with commas between them of tensorboard, wandb,
-    mlflow, comet_ml, aim, swanlab, clearml, dvclive, trackio; or none."""
+    """Where metrics go besides metrics.jsonl: one or more of tensorboard, wandb, mlflow, comet_ml,
+    aim, swanlab, clearml, dvclive and trackio, with commas between them; or none."""
 
     profile: Annotated[str | None, _short("--profile")] = None
-    """A:B profiles the steps from A to before B, on every rank: traces and tables go to profile/ in
-    the run folder. These steps are slower, and otherwise the same."""
+    """A:B profiles the steps A to B - 1 on every rank: traces and tables go to profile/ in the run
+    folder. These steps are slower, but their results are the same."""
 
     @property
     def profiled(self) -> range | None:
@@ -382,13 +390,14 @@ class ParityConfig:
     """--check-parity: the same steps on one rank and on the given split, compared."""
 
     check: Annotated[bool, _short("--check-parity")] = False
-    """Compare instead of training; exit code 1 over a budget."""
+    """Compare instead of training. The exit code is 1 if a difference is above its budget."""
     steps: int = 3
     """Steps that are compared."""
     loss_budget: float | None = None
     """Largest relative difference of a loss; None: 1e-5 in float32, 5e-3 in bfloat16."""
     grad_budget: float | None = None
-    """Largest relative L2 difference of a gradient; None: from each one's own error to float64."""
+    """Largest relative L2 difference of a gradient; None: from the gradient's own error against
+    float64."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +439,7 @@ def with_recipe(config: TrainConfig) -> TrainConfig:
 
 
 def _absolute(model: ModelConfig) -> ModelConfig:
-    """The model with the folder's whole path, which a resumed run finds from anywhere."""
+    """The model with the folder's absolute path, which a resumed run finds from anywhere."""
     return dataclasses.replace(model, size=FOLDER + os.path.abspath(model.folder or ""))
 
 
@@ -444,7 +453,7 @@ def _with_tokenizer(data: DataConfig, model: ModelConfig) -> DataConfig:
 
 def _with_mixers(model: ModelConfig, seq_len: int) -> ModelConfig:
     """The model with the mixers of its size if none are named, and with YaRN's original length. A
-    text that is wrong stays as it is, for `validate` to refuse."""
+    wrong text stays as it is, because `validate` refuses it later."""
     changes: dict[str, Any] = {}
     if model.mixer is None and model.pattern is None:
         pattern = PATTERNS.get(model.size)

@@ -122,7 +122,7 @@ class Packs(Dataset[Batch]):
         self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
     ) -> StepSampler:
         """The indices of the packs of each step, from `start_step` on. first_pack: the position of
-        its first pack in the order; None: the one behind `start_step` batches of this size."""
+        its first pack in the order; None: the position after `start_step` batches of this size."""
         raise NotImplementedError
 
     def head(self, count: int) -> PackList:

@@ -1,4 +1,4 @@
-"""What a run's device, and the folder of --model hf:DIR, must be able to do.
+"""Rules for a run's device and for the folder of --model hf:DIR.
 
 These rules need the device or the data, unlike those of rules.py. They are checked before the run
 folder is made.

@@ -37,7 +37,7 @@ STRINGS = ("string", "large_string", "string_view")
 """Types of a column of texts."""
 
 _SPLIT_FILE = re.compile(r"(train|validation|valid|test)([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?")
-"""The name, without its ending, of a file that has a split or a part of one."""
+"""Names, without their endings, of files that hold a split or a part of one."""
 
 
 class Documents(Protocol):
@@ -116,8 +116,8 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
 
 
 def _held_out_start(path: Path, size: int) -> int:
-    """Where the end of a file begins that is held out: behind a line end, or at a character if the
-    file ends before another line begins."""
+    """Where the held-out end of a file begins: after a line end, or at the begin of a character if
+    the file ends before another line begins."""
     at = size - int(size * HELD_OUT)
     cut = _line_end(path, at, size)
     return cut if cut < size else _character(path, at, size)
@@ -147,8 +147,8 @@ def _character(path: Path, at: int, stop: int) -> int:
 
 
 class _Opened(NamedTuple):
-    """rows: of a data set. held_out: the name of their split, if the held-out rows are a split of
-    their own. from_json: whether they are those of jsonl files."""
+    """rows: rows of a data set. held_out: the name of the split that is held out, if the held-out
+    rows are a split of their own. from_json: whether the rows come from jsonl files."""
 
     rows: Any
     held_out: str | None

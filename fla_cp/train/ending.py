@@ -1,10 +1,10 @@
-"""The end of a rank: as Python ends, but without taking the interpreter apart. And output that may
+"""Ends a rank as Python would, but without finalizing the interpreter. Also prints output that may
 have no reader any more.
 
 After a run, threads of process groups are still alive, because torch (2.13) keeps a group once it
-was given to an operator. If such a thread frees a Python object while the interpreter is taken
-apart, C++ ends the process with "terminate called without an active exception". A run that was
-right would then count as failed.
+was given to an operator. If such a thread frees a Python object while the interpreter is finalized,
+C++ ends the process with "terminate called without an active exception". A successful run would
+then count as failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fla_cp.train.parent import is_rank
 
 
 def ended(code: int) -> int:
-    """Leaves if a launcher started this process as a rank, and returns the code otherwise."""
+    """Ends this process (`leave`) if a launcher started it as a rank; else returns the code."""
     return leave(code) if is_rank() else code
 
 
@@ -35,19 +35,19 @@ def say(text: str, end: str = "\n") -> None:
 
 def say_if_possible(text: str) -> None:
     """Prints a line of a run on stdout at once. If it cannot be written, for example because the
-    disk is full, it is lost: the run must not end for it."""
+    disk is full, it is lost, because the run must not end for this reason."""
     try:
         say(text)
     except OSError:
         stdout = os.dup(sys.stdout.fileno())
         silence()
-        sys.stdout.flush()  # so that Python does not end with what is left, and with an error
+        sys.stdout.flush()  # otherwise Python would write the rest at its end, and fail
         os.dup2(stdout, sys.stdout.fileno())
         os.close(stdout)
 
 
 def silence() -> None:
-    """Lets everything that is printed on stdout from now on, or waits in its buffer, be lost."""
+    """Discards everything in the buffer of stdout, and everything that is printed from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

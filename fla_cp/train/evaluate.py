@@ -1,4 +1,5 @@
-"""Entry point of `fla-cp-evaluate`: what a model's held-out loss depends on, and what it recalls.
+"""Entry point of `fla-cp-evaluate`: a model's held-out loss by position and length, the perplexity
+of a text, and the recall of needles.
 
 fla-cp-evaluate runs/a                                    # held-out loss of the run's data
 fla-cp-evaluate HF_DIR --data text:books/ --text page.txt
@@ -111,8 +112,8 @@ def load(path: Path, ranks: Ranks, dtype: torch.dtype, *, trust: bool = False) -
 
 @torch.no_grad()
 def scores(model: Decoder, batch: Batch, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's tokens of a collated batch: losses and hits [2, T_local] fp32, labels
-    [T_local], and the places [T_local] of the tokens in the batch. Collective."""
+    """Results for this rank's tokens of a collated batch: losses and hits [2, T_local] fp32, labels
+    [T_local], and the tokens' places in the batch [T_local]. Collective."""
     mark("evaluation")
     total = batch["tokens"].shape[1]
     cuts = token_ranges(total, ranks.cp, "contiguous")

@@ -40,7 +40,7 @@ from fla_cp.train.waiting_bars import Update, shown
 from fla_cp.train.weights import on_meta
 
 ALWAYS_FP32 = ("core.A_log", "core.dt_bias", "router.correction_bias")
-"""Ends of names of what bfloat16 would change too much."""
+"""Endings of the names of tensors that stay float32, because bfloat16 is too coarse for them."""
 
 _PREFIX = "model."
 

@@ -67,7 +67,7 @@ def _advice(name: str, others: Iterable[str]) -> str:
 
 
 def _rule(kind: Any, before: str) -> str:
-    """What a value must be, for people; "" if any text will do. before: stands before the rule."""
+    """The rule for a value, for a message; "" if any text will do. before: put before the rule."""
     choices, base = _parts(kind)
     if choices:
         return f"{before}one of {', '.join(choices)}"

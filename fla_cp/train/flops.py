@@ -265,7 +265,7 @@ def _operator(mixer: Recurrence, chunks: float) -> dict[str, Products]:
     scores = (removes + read) * gram
     operands = removes * (square_k + square_v)
     states = (removes + 1) * state
-    # What removes nothing has w = 0, which the torch backend multiplies in three scans.
+    # A mixer that removes nothing has w = 0. The torch backend multiplies by it in three scans.
     zeros = 0 if removes else 3 * state
     return {
         "scores": Products(scores, 2 * scores, 3 * (1 - read) * gram),

@@ -1,4 +1,4 @@
-"""What --model must be, and what may stand beside --model hf:DIR."""
+"""Rules for --model, and for the flags that may be given together with --model hf:DIR."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.weights import local_tensor
 
 SEEN_BEFORE = 2
-"""How many steps of a packing run eagerly before it is captured: they compile and make tables."""
+"""How many steps of a packing run eagerly before it is captured. They compile kernels and make
+tables."""
 
 MAX_GRAPHS = 4
 """The largest number of graphs. They share the memory of a micro-batch's activations."""
@@ -50,8 +51,8 @@ MARGIN = 1.15
 PROVEN_RANKS, PROVEN_COMPILED = 4, 2
 """With "auto" nothing is captured on more ranks than the first number, and with compiled blocks on
 more than the second. On four GPUs the steps of a 340M model with compiled blocks once did not end,
-and why is not known; without compiled blocks they do, and take a quarter of the time
-(docs/log.md)."""
+and it is not known why. Without compiled blocks they ended, and took a quarter of the time that
+they took without a graph (docs/log.md)."""
 
 PROVEN_HYBRIDS = 1
 """The same for models with softmax attention or experts."""
@@ -104,7 +105,8 @@ class Graphs:
     true on all ranks that share sequences; it is a collective. single: whether a step has one
     micro-batch, so that graphs write the gradients.
 
-    NCCL cannot end a group while a graph has messages of it, so `close` must come before.
+    NCCL cannot end a group while a graph contains messages of that group, so `close` must come
+    first.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Graphs:
         """Ends a step, so that the next one begins without its gradients."""
         if not self.single:
             zero_gradients(self.model)
-        elif not self.graphs:  # a graph writes all gradients anew
+        elif not self.graphs:  # a graph overwrites all gradients
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:

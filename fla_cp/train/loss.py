@@ -3,9 +3,9 @@
 The logits of a long sequence are the largest tensor of a step: 65536 tokens and 32000 ids make
 4 GiB in bfloat16. `chunked_cross_entropy` therefore takes the tokens in chunks. For each chunk it
 forms the logits and the losses. If gradients are needed, it also forms at once the gradient of the
-logits, and from it those of x and of the weight. Of a chunk only these two are kept, and nothing is
-computed twice. This is possible because the loss is a plain sum: its gradients are known except for
-one factor, by which the backward multiplies them.
+logits, and from it those of x and of the weight. Only the last two are kept after a chunk, and
+nothing is computed twice. This is possible because the loss is a plain sum: its gradients are known
+except for one factor, by which the backward multiplies them.
 
 With p = softmax(logits), the loss of a token is -log p[label], and the gradient of its logits is
 p - onehot(label).

@@ -116,7 +116,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 
 NOT_HELD_OUT = "; --eval-every 0 reads no held-out data"
-"""What a mistake in the held-out data ends with."""
+"""The end of a message about a mistake in the held-out data."""
 
 
 @announced("data")
@@ -302,7 +302,7 @@ class Loop:
         last = self.config.run.steps
         start = self.progress.step
         stopped = False
-        first = self.progress.tokens // self.config.data.seq_len  # behind what has been read
+        first = self.progress.tokens // self.config.data.seq_len  # after everything that was read
         # Its workers start to read while the first evaluation runs.
         with Feed(self.config, self.data, self.ranks, start, first) as feed:
             if start == 0 and self.held_out:

@@ -61,8 +61,8 @@ RESERVED = 0.06
 """
 
 GRAPH_GAPS = {True: 0.03, False: 0.10}
-"""What a CUDA graph reserves between its tensors, as a share of what these take, by whether blocks
-are compiled. Measured on one, two and four GPUs, these shares were 3%, and 8 to 16%."""
+"""The gaps between a CUDA graph's tensors, as a share of these tensors, by whether blocks are
+compiled. Measured on one, two and four GPUs, these shares were 3%, and 8 to 16%."""
 
 WIDE = 4
 """The bytes of an element of parameters, gradients and the optimiser's state, which are float32."""
@@ -311,7 +311,8 @@ class Predictor:
         share = GRAPH_GAPS[self.compiles] if graph else 0.0
 
         def everything(moment: _Moment) -> Prediction:
-            """With what is held at any moment of a step, and what the forward keeps."""
+            """The memory at one moment. It includes what is held throughout a step, and what the
+            forward keeps."""
             activations = self._activations(kinds[: moment.blocks], blocks)
             activations.append(Part("embedded tokens", embedded if moment.blocks else 0))
             gradients = Part("gradients", moment.gradients)
@@ -355,7 +356,7 @@ class Predictor:
         yield _Moment("in the optimiser", 0, sizes.gradients, ())
 
     def _activations(self, kinds: Sequence[str], blocks: Sequence[BlockMemory]) -> list[Part]:
-        """What the first blocks, whose kinds are given, keep: a part for each kind."""
+        """What the first blocks keep: a part for each kind of block. kinds: of these blocks."""
         held = Counter[str]()
         for kind, block in zip(kinds, blocks, strict=False):
             held[kind] += block.kept

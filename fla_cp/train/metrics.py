@@ -38,12 +38,12 @@ class Metrics:
     busiest expert over the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that
     the model's own operations make (`flops.Meter`); None on other devices than H100 and H200.
     exchange_under_way_ms: maximum over ranks of the time from when messages left to the end of the
-    wait for them, of which exchange_ms is the part that other work did not hide. slowest_rank: the
-    rank that waited least for others, and wait_ms: how much longer the others waited on average; of
-    several ranks. host_ms: until the host had issued forward, backward and the sums over ranks.
-    device_ms: the time of the same on the GPU's stream. Both are maxima over ranks. tokens: how
-    many tokens the run has read, from its first step to this one; None in lines of versions before
-    this was recorded.
+    wait for them, of which exchange_ms is the part that other work did not hide. slowest_rank: with
+    several ranks, the one that waited least for others. wait_ms: how much longer the others waited
+    on average. host_ms: the time until the host had issued forward, backward and the sums over
+    ranks. device_ms: the time of the same work on the GPU's stream. Both are maxima over ranks.
+    tokens: how many tokens the run has read up to this step; None in lines of older versions, which
+    did not record it.
     """
 
     step: int

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CONV_SIZE = 4
 
 LATENT_NORM_EPS = 1e-6
-"""In the norm of the latents, as in DeepSeek-V3 and Kimi Linear, whatever the other norms have."""
+"""The eps of the norm of latents, as in DeepSeek-V3 and Kimi Linear. Other norms may differ."""
 
 MIXERS = {
     "kda": layers.KimiDeltaAttention,

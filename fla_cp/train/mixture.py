@@ -84,8 +84,8 @@ def round_counts(weights: Sequence[Fraction]) -> list[int]:
 class MixedSampler(StepSampler):
     """Pack indices of a mixture: index * number of sources + source.
 
-    orders: a sampler for each source, of which only `packs` is used. counts: packs of each in a
-    round.
+    orders: a sampler for each source; only its method `packs` is used. counts: how many packs of
+    each source a round has.
     """
 
     def __init__(

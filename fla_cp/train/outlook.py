@@ -94,7 +94,7 @@ def hung(table: Table, now: float, limits: Limits) -> bool:
     One hung rank stops all others at the next collective of all ranks, so a run in which some rank
     makes progress is not hung. For a rank in a long phase, every record counts as progress.
     """
-    # How long a stopped rank was idle before its record was first read is known only this well.
+    # A stopped rank's idle time before its record was first read is known only up to this error.
     slack = limits.look + 2 * limits.beat
 
     def standing(seen: Seen) -> float:

@@ -189,7 +189,7 @@ class Run:
         return self._whole(self._moved())
 
     def _moved(self) -> Named:
-        """What steps change: parameters, and the buffers that checkpoints hold."""
+        """Everything that steps change: parameters, and the buffers that checkpoints hold."""
         kept = self.model.state_dict()
         buffers = {n: x for n, x in self.model.named_buffers() if n in kept}
         return {**dict(self.model.named_parameters()), **buffers}
@@ -317,7 +317,8 @@ def _distance(a: Named, b: Named) -> float:
 
 
 def _difference(one: float, split: float) -> float:
-    """Of two losses, relative to that of one rank. Both are 0 if no label of a batch counts."""
+    """The difference of two losses, relative to that of one rank. Both losses are 0 if no label of
+    a batch counts."""
     return abs(one - split) / max(abs(one), 1e-300)
 
 

@@ -28,7 +28,7 @@ WARM = 2
 AXES = ("step", "tokens")
 
 Points = tuple[list[float], list[float]]
-"""Places on the horizontal axis, and the values there."""
+"""Positions on the horizontal axis, and the values there."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def check_picture(out: Path) -> None:
 def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1) -> None:
     """Writes the picture: the losses of all runs, and below them their tokens/s.
 
-    A held-out loss has a marker. smooth: how many steps a line is the mean of; behind it the
-    single steps are drawn pale. Raises UserError without matplotlib, or for a file that it cannot
-    write.
+    A held-out loss has a marker. smooth: how many steps a line is the mean of. The
+    single steps are drawn pale behind the line. Raises UserError without matplotlib, or for a file
+    that it cannot write.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,14 +1,14 @@
-"""Entry point of `fla-cp-tokenize`: documents to the token files of memmap.py, before a training.
+"""Entry point of `fla-cp-tokenize`: turns documents into the token files of memmap.py.
 
 fla-cp-tokenize text:corpus/ --tokenizer DIR --out tokens/
 fla-cp-train --data memmap:tokens/
 
-Processes tokenise groups of documents, each into files of its own below a folder beside --out. When
-all are there, they are joined in the order of the documents, and the result gets its name at once:
---out is either whole or missing. The same command after an interruption takes the groups that are
-there and goes on. A mistake in the arguments or the documents leaves no files; after a failure to
-write, for example on a full disk, the groups stay, too. While a command runs, it holds a lock on a
-file beside --out, and a second command with the same --out is refused.
+Processes tokenise groups of documents, each group into files of its own in a folder beside --out.
+When all groups are done, they are joined in the order of the documents. Only then does the result
+get the name --out, so --out is either whole or missing. After an interruption, the same command
+takes the groups that are there and continues. A mistake in the arguments or the documents leaves no
+files; after a failure to write, for example on a full disk, the groups stay, too. While a command
+runs, it holds a lock on a file beside --out, and a second command with the same --out is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.waiting_bars import shown
 
 GROUP_BYTES = 1 << 22
-"""Text of a group of documents, about."""
+"""About how many bytes of text a group of documents has."""
 
 
 def tokenize(
@@ -119,7 +119,8 @@ def _tokenize(
             line = _join(shards, parts / "joined")
             (parts / "joined").rename(out)
     except ValueError:
-        # A command without the mistake has other parts. Those of an earlier one may be of use.
+        # The command without the mistake will write other parts. Parts of an earlier command stay,
+        # because they may be useful.
         if not interrupted:
             shutil.rmtree(parts, ignore_errors=True)
         raise

@@ -1,8 +1,8 @@
 """--profile A:B: a profile of the steps A up to B, as traces and tables in the run folder, and on
 CUDA with a snapshot of the memory.
 
-Every rank is profiled, because a rank that waits shows what for only beside the others. A trace
-opens in Perfetto, chrome://tracing and `python -m benchmarks.timeline`.
+Every rank is profiled, because only the traces of all ranks together show what a rank waits for.
+Perfetto, chrome://tracing and `python -m benchmarks.timeline` can open a trace.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.progress import announced
 
 ALLOCATIONS = 200_000
-"""The most events of the memory's history that are kept, the latest ones."""
+"""The most events in the history of the memory that are kept. The latest ones are kept."""
 
 ROWS = 60
-"""Operators of a table, those that take longest first."""
+"""The number of operators in a table, which begins with those that take longest."""
 
 
 def missed(steps: range | None, start: int) -> list[str]:

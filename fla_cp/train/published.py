@@ -1,4 +1,4 @@
-"""A decoder of ours from a folder of a published model, whose config.json says its options.
+"""Loads a folder of a published model, whose config.json has the options, as a decoder of fla_cp.
 
 decoder, layout, folder = open_published(path)      # on the meta device; no weight is read
 model = load_published(path, torch.device("cpu"))
@@ -160,7 +160,7 @@ def _understood(path: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _check_positions(theirs: Any, ours: Any) -> None:
-    """Raises ValueError for rotary positions that `check_folder` lets pass, for training."""
+    """Raises ValueError if rotary positions differ. `check_folder` allows that, for training."""
 
     def rope(config: Any) -> dict[str, Any]:
         found = getattr(config, "rope_parameters", None) or {}
@@ -175,7 +175,7 @@ def _check_positions(theirs: Any, ours: Any) -> None:
 
 
 def _need(config: Any, name: str, wanted: object, rule: str = "") -> None:
-    """Raises ValueError for an option that our decoder cannot have, since others decide it."""
+    """Raises ValueError unless an option has the value that our decoder derives from others."""
     found = getattr(config, name)
     if found != wanted:
         raise ValueError(
@@ -314,4 +314,4 @@ READERS: Mapping[str, Callable[[Any], _Options]] = {
     "kimi_linear": _kimi_linear,
     "qwen3_next": _qwen3_next,
 }
-"""What reads a config.json, by its model_type."""
+"""The functions that read a config.json, by its model_type."""

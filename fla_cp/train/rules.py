@@ -1,4 +1,4 @@
-"""What a run's configuration must be, checked before anything starts."""
+"""Rules for a run's configuration, which are checked before anything starts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from fla_cp.train.tokenizer import Tokenizer
 _T = TypeVar("_T")
 
 FORMAT = 1
-"""Version of the shards: one that writes other tokens for the same documents needs another."""
+"""Version of the shards. It must change if other tokens are written for the same documents."""
 
 SHUFFLE_SEED = 0
 
@@ -41,9 +41,10 @@ class Shards:
     """The shards of some documents.
 
     root: folder in which these shards have a folder of their own, whose name depends on documents,
-    tokenizer and grouping. shard_bytes: text of a shard, about. shuffled: group the documents in an
-    order that is random, but always the same. limit: bytes that all shards below root may have; of
-    more, the least recently used are deleted. None: as many as there are.
+    tokenizer and grouping. shard_bytes: about how many bytes of text a shard has. shuffled: group
+    the documents in an order that is random, but always the same. limit: the most bytes that all
+    shards below root may have. If there are more, the least recently used shards are deleted. None:
+    no limit.
     """
 
     def __init__(

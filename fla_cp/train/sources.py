@@ -76,9 +76,10 @@ def build_dataset(
         needle:N     likewise: documents of up to N tokens that hide a value, see needle.py
         A:0.7,B:0.3  several of these, mixed; see mixture.py
     Without a tokenizer, the bytes of stdlib and text are tokens 0..255, and `hf` is refused. With
-    one, documents are tokenised as they are needed, see tokenised.py, whose order also depends on
-    the seed. split: `valid` holds out about 3% of the files or rows, chosen by a hash of relative
-    path or number; for `memmap`, or with too few files, the last 3% of the stream.
+    one, documents are tokenised as they are needed, in an order that also depends on the seed, see
+    tokenised.py. split: `train` or `valid`. `valid` is about 3% of the files or rows, chosen by a
+    hash of the relative path or the number; for `memmap`, or with too few files, it is the last 3%
+    of the stream; for `synthetic` and `needle`, it has documents of its own.
     Raises ValueError for an unknown spec or split, missing or malformed files, too few tokens, and
     another vocabulary than the tokenizer's.
     """

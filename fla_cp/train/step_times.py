@@ -1,4 +1,4 @@
-"""Where the time of a step goes on each rank. To measure it, the host does not wait for the device.
+"""Where the time of a step goes on each rank, measured without a wait of the host for the device.
 
 On CUDA, times are those between two events of the stream; CUDA graphs sum up the times of their
 waits themselves. All are read after the step's single wait for the device, when they are there.

@@ -105,8 +105,8 @@ class StockModel(LanguageModel):
             self._found = None
 
     def _observe(self, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Sums up a router's choices. Runs in a recomputation too, which must save the same
-        tensors."""
+        """Sums up a router's choices. It also runs in a recomputation, because that must save the
+        same tensors."""
         logits, _, experts = outputs
         zeros = torch.zeros(logits.shape[-1], dtype=torch.int64, device=logits.device)
         chosen = experts.flatten()
@@ -121,7 +121,7 @@ def _routers(stock: nn.Module) -> list[Any]:
 
 
 def _aux_loss(config: Any) -> float:
-    """The factor of the load-balancing loss, which counts where transformers would add it."""
+    """The factor of the load-balancing loss; 0 if transformers would not add this loss."""
     asked = getattr(config, "output_router_logits", False)
     return getattr(config, "router_aux_loss_coef", 0.0) if asked else 0.0
 
@@ -170,8 +170,8 @@ def _check_widths(stock: Any, dtype: torch.dtype, device: torch.device) -> None:
 def check_stock(
     config: TrainConfig, vocab_size: int, device: torch.device, *, weights: bool
 ) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary, on this
-    device, or not as `check_micro_batches` says.
+    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary or on this
+    device, and as `check_micro_batches` does.
 
     weights: whether the folder's weights will be loaded; a checkpoint needs none of them.
     """

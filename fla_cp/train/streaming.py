@@ -9,10 +9,10 @@ from fla_cp.train.config import UserError
 from fla_cp.train.tokenizer import Tokenizer
 
 LONGEST_WAIT = 16
-"""Tokens after which text is given even if it ends in a replacement character."""
+"""After so many tokens, text is returned even if it ends in a replacement character."""
 
 UNFINISHED = "\ufffd"
-"""What a decoder gives for bytes that are no character, or not yet one."""
+"""The replacement character, which stands for bytes that are no complete character."""
 
 
 class TextStream:

@@ -1,14 +1,15 @@
 """Packs of documents that are tokenised while the training runs.
 
-The documents are in shards (shards.py), which whoever reads packs makes when it first needs them:
-with `--workers`, the processes that read ahead. While a shard is read, a thread makes the next one.
+The documents are in shards (shards.py). A process that reads packs makes a shard when it first
+needs it; with `--workers`, these are the processes that read ahead. While a shard is read, a thread
+makes the next one.
 
-How many packs a shard has is known once it is tokenised, so the order of packs is by shards: each
-epoch takes the shards in a random order, and the packs of a shard in a random order. The order is a
-function of (seed, seq_len) and of the documents. A pack's position in the order says which one it
-is, so an index is a position here, and the step is all that a checkpoint has to hold. A process
-that starts in the middle counts the packs of the shards before; it tokenises those again that have
-been deleted. Tokens at the end of a shard that do not fill a pack are left out.
+How many packs a shard has is known only after it was tokenised. The order of packs therefore goes
+by shards: each epoch takes the shards in a random order, and the packs of a shard in a random
+order. The order is a function of (seed, seq_len) and of the documents. Here the index of a pack is
+its position in this order, so a checkpoint has to hold only how many packs were read. A process
+that starts in the middle counts the packs of the earlier shards, and tokenises those again that
+have been deleted. Tokens at the end of a shard that do not fill a pack are left out.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from fla_cp.train.shards import Shards
 from fla_cp.train.waiting_bars import shown
 
 SHARD_BYTES = 1 << 22
-"""Text of a shard, if packs are short."""
+"""About how many bytes of text a shard has, if packs are short."""
 
 PACKS_A_SHARD = 32
 """Packs that a shard should have at least, so that few tokens are left out at its end."""
 
 BYTES_A_TOKEN = 4
-"""A guess, with which the size of shards is chosen."""
+"""An estimate, from which the size of shards is chosen."""
 
 OPEN_SHARDS = 8
-"""Shards that a process keeps open."""
+"""The most shards that a process keeps open."""
 
 
 def shard_bytes(seq_len: int) -> int:

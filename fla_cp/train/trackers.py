@@ -1,8 +1,8 @@
 """Trackers of a run: TensorBoard, Weights & Biases, MLflow and the others that accelerate has.
 
-accelerate.tracking has a class for each. What is decided here is how they fit a run: they write
-into the run folder where they write files at all, a run folder is one run of each tracker, resumed
-or not, and only rank 0 has trackers.
+accelerate.tracking has a class for each. This module decides how they are used: trackers that write
+files write them into the run folder; a run folder is a single run of each tracker, even if it is
+resumed; and only rank 0 has trackers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PROJECT = "fla_cp"
 """The project, or the experiment, of all runs."""
 
 RECORD = "trackers.json"
-"""File of a run folder: {name of a tracker: what it calls this run, or null}."""
+"""A file of the run folder: {name of a tracker: its own name of this run, or null}."""
 
 _PACKAGES = {"comet_ml": "comet-ml", "aim": "aim<4"}
-"""What pip installs, where that is not the tracker's name."""
+"""The names for pip of packages that are not called like the tracker."""
 
 _HINTS = {
     "wandb": "wandb login, or WANDB_MODE=offline in the environment",
@@ -42,7 +42,7 @@ _HINTS = {
     "clearml": "clearml-init, or CLEARML_OFFLINE_MODE=1 in the environment",
     "swanlab": "swanlab login, or SWANLAB_MODE=offline in the environment",
 }
-"""What a tracker that cannot start most likely lacks."""
+"""What is most likely missing if a tracker cannot start."""
 
 
 def check_installed(names: Sequence[str], ranks: Ranks) -> None:
@@ -163,7 +163,7 @@ def _hyperparameters(config: TrainConfig) -> dict[str, str | float]:
 def _built(name: str, run: Path, key: str | None, first: int, continued: bool) -> Any:
     """A tracker that has not started.
 
-    key: what it calls this run, if it has one. first: the step after the checkpoint. continued:
+    key: its own name of this run, if it has one. first: the step after the checkpoint. continued:
     whether it has started in this folder before.
     """
     kind, folder = LOGGER_TYPE_TO_CLASS[name], str(run / name)
@@ -225,7 +225,7 @@ def _local_mlflow(run: Path) -> str | None:
 
 
 def _identity(name: str, tracker: Any) -> str | None:
-    """What a started tracker calls its run, for those that need it to continue the run."""
+    """A started tracker's own name of its run, for trackers that need it to continue the run."""
     match name:
         case "wandb" | "swanlab":
             return tracker.init_kwargs["id"]

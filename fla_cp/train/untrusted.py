@@ -1,10 +1,10 @@
 """Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that they contain.
 
-DCP writes two kinds of pickles. `.metadata` is one; DCP's reader unpickles it without restrictions.
-Objects that are not tensors (a learning rate, a list of names) are the other; they are stored in
-the shards, and DCP's planner loads them with weights_only=False. Here `.metadata` is read into
-plain stand-ins, and DCP's classes are built from them after their fields were checked. Objects in
-shards are read with weights_only=True, which DCP itself does for tensors.
+DCP writes two kinds of pickles. The first is `.metadata`, which DCP's reader unpickles without
+restrictions. The second are objects in the shards that are not tensors (a learning rate, a list of
+names), which DCP's planner loads with weights_only=False. Here `.metadata` is read into plain
+stand-ins, and DCP's classes are built from them after their fields were checked. Objects in shards
+are read with weights_only=True, as DCP itself does for tensors.
 """
 
 from __future__ import annotations

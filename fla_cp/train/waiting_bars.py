@@ -1,4 +1,4 @@
-"""A progress bar for what one waits for: loading, tokenising, saving, compiling.
+"""A progress bar for work that takes long: loading, tokenising, saving, compiling.
 
     with shown("loading weights", total=291, unit="tensors") as update:
         for tensor in tensors:
@@ -6,8 +6,8 @@
             update()
 
 Rank 0 draws the bar on stderr if that is a terminal, once the block has taken a few seconds, and
-wipes it off at the end. A thread draws it, so that the clock goes on where one call takes all the
-time. Compiling of Triton's kernels has a line of its own (fla_cp/kernels/triton/compiling.py).
+removes it at the end. A thread draws it, so that its clock continues while a single call runs. The
+compilation of Triton's kernels has a message of its own (fla_cp/kernels/triton/compiling.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REDRAW_S = 0.5
 """Seconds between changes of a bar."""
 
 Update = Callable[[], None]
-"""Counts one more that is done."""
+"""Counts one more unit as done."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Memory and initial weights: a model is made on the meta device and sharded; then each rank
-allocates its rows, and draws those of a decoder.
+"""Memory and initial weights. A model is made on the meta device and sharded. Then each rank
+allocates its rows and, for a decoder, draws their values.
 
 A parameter's values are a function of (seed, its full name, its shape). They are drawn in blocks of
-rows, each with a generator of its own. So a rank draws only the blocks that contain its rows, and
-every split and device starts from the same bits. Values are always drawn on the host.
+rows, each with a generator of its own. A rank therefore draws only the blocks that contain its
+rows, and every split and device starts from the same bits. Values are always drawn on the host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The paths of a run's data as the run stores them: whole, so that they name the same files from
-any folder. Records of older versions have them as they were given."""
+"""The paths of a run's data as the run stores them: absolute, so that they name the same files from
+any folder. Records of older versions have the paths as they were given."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def whole_source(spec: str) -> str:
 def same_path(name: str, stored: object, now: object) -> bool:
     """Whether a stored option of the data is the same as the run's, which has whole paths.
 
-    name: of the option. stored: as a record of any version has it; a path that is not whole counts
-    from the present folder.
+    name: of the option. stored: its value in a record of any version; a relative path counts from
+    the present folder.
     """
     if isinstance(stored, str) and name in ("source", "tokenizer"):
         stored = whole_source(stored) if name == "source" else _whole(stored)
