@@ -148,6 +148,10 @@ class FixedAttentionCache(AttentionCache):
 
 LayerCache = RecurrentCache | AttentionCache
 
+# FSDP2 with mixed precision copies every dataclass among a module's arguments. The layer would
+# update the copy, and the caller's cache would stay as it was.
+del RecurrentCache.__dataclass_fields__, AttentionCache.__dataclass_fields__
+
 
 def check_cache_sizes(rows: object, capacity: object) -> None:
     """Checks the arguments of a layer's make_cache."""

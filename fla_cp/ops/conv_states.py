@@ -11,7 +11,9 @@ The state that a sequence leaves has its last W tokens, and the end of its initi
 sequence is shorter.
 """
 
-from functools import lru_cache
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -100,8 +102,8 @@ class FinalRows(NamedTuple):
         return cls(own, put, left, kept, token.numel())
 
 
-_pieces = lru_cache(maxsize=16)(Pieces.build)
-_final_rows = lru_cache(maxsize=16)(FinalRows.build)
+_pieces = functools.lru_cache(maxsize=16)(Pieces.build)
+_final_rows = functools.lru_cache(maxsize=16)(FinalRows.build)
 
 
 class Tables(NamedTuple):
@@ -151,7 +153,6 @@ class Tables(NamedTuple):
         return cls(place, take, rows)
 
 
-@torch.compiler.disable  # no graph computes states of packed sequences, nor under a context
 def conv_with_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, state: Tensor | None, tables: Tables
 ) -> tuple[Tensor, Tensor | None]:
@@ -159,11 +160,20 @@ def conv_with_states(
 
     x [T, D]. state [N, D, W], x's dtype. Differentiable. Under a context, the final states and the
     gradient of `state` are equal on all ranks, provided that the gradient of the final states is.
+
+    No graph computes states of packed sequences or under a context, so torch.compile must not trace
+    it. Only programs that compile have imported Dynamo.
     """
-    found: tuple[Tensor, Tensor | None] = _ConvWithStates.apply(
-        x, weight, bias, state, silu, tables
-    )
+    run = _untraced() if "torch._dynamo" in sys.modules else _ConvWithStates.apply
+    found: tuple[Tensor, Tensor | None] = run(x, weight, bias, state, silu, tables)
     return found
+
+
+@functools.cache
+def _untraced() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    run: Callable[..., tuple[Tensor, Tensor | None]]
+    run = torch.compiler.disable(lambda *given: _ConvWithStates.apply(*given))
+    return run
 
 
 class _ConvWithStates(torch.autograd.Function):

@@ -135,10 +135,11 @@ class _Recurrent(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         member, rows, options = ctx.call
-        wanted = ctx.needs_input_grad[-len(ctx.saved_tensors) :]
+        saved = ctx.saved_tensors  # read once, as torch.utils.checkpoint wants it
+        wanted = ctx.needs_input_grad[-len(saved) :]
         leaves: list[Any] = [
             t if t is None else t.detach().requires_grad_(need)
-            for t, need in zip(ctx.saved_tensors, wanted, strict=True)
+            for t, need in zip(saved, wanted, strict=True)
         ]
         n = len(Tensors._fields)
         named = dict(zip(OF_OPTIONS, leaves[n:], strict=True))

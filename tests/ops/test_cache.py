@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fla_cp import build_cp_context
 from fla_cp import nn as layers
 from fla_cp.nn.cache import AttentionCache, RecurrentCache
 from tests.support.closeness import assert_exact
+from tests.support.fake_group import one_of
 from tests.support.ranks import run_threads
 
 HIDDEN, TOKENS = 24, 81
@@ -92,6 +95,21 @@ def test_ranks_share_the_tokens_of_a_call(kind):
 
     for y in run_threads(on_rank, 3):
         assert_exact("y", y, whole)
+
+
+@pytest.mark.parametrize("kind", ["kda", "attention", "mla"])
+@torch.no_grad()
+def test_a_layer_that_fsdp_casts_updates_the_cache_of_the_caller(kind):
+    """FSDP2 with mixed precision copies dataclasses among the arguments and casts their tensors."""
+    layer, x = made(kind)
+    expected = layer(x)
+    cache = layer.make_cache(2, TOKENS)
+    with one_of(1, 0):
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        y = torch.cat([layer(part, cache=cache) for part in x.split([5, 1, TOKENS - 6], 1)], 1)
+    assert_exact("y", y, expected)
 
 
 def test_a_cache_is_of_one_sequence():

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fla_cp
 from fla_cp import chunk_kda, fused_recurrent_kda
@@ -470,3 +471,18 @@ def test_pools_that_are_not_right(places, accepted, match):
             )
         with pytest.raises(TypeError, match="ssm_state_indices"):
             chunk_kda(*packed, ssm_state_indices=given["ssm_state_indices"])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_repeats_the_recurrence(reentrant):
+    def gradients(call):
+        gen = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 9, 2, 8, generator=gen, dtype=torch.float64).requires_grad_()
+        call(x).square().sum().backward()
+        return x.grad
+
+    def run(x):
+        return fused_recurrent_kda(x, x, x, -x.square(), x[..., 0].sigmoid(), impl="torch")[0]
+
+    found = gradients(lambda x: checkpoint(run, x, use_reentrant=reentrant))
+    assert_exact("dx", found, gradients(run))

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -83,16 +83,16 @@ class Parsed(Exception):
 @contextmanager
 def reading_only(*words: str):
     """In the block, a program gets these arguments and ends with `Parsed` once it has read them."""
-    real = argparse.ArgumentParser.parse_args
+    with ExitStack() as patched:
+        for name in ("parse_args", "parse_intermixed_args"):
+            real = getattr(argparse.ArgumentParser, name)
 
-    def parse_args(self, args=None, namespace=None):
-        real(self, args, namespace)
-        raise Parsed
+            def parse(self, args=None, namespace=None, real=real):
+                real(self, args, namespace)
+                raise Parsed
 
-    with (
-        patch.object(argparse.ArgumentParser, "parse_args", parse_args),
-        patch.object(sys, "argv", list(words)),
-    ):
+            patched.enter_context(patch.object(argparse.ArgumentParser, name, parse))
+        patched.enter_context(patch.object(sys, "argv", list(words)))
         yield
 
 
