@@ -373,8 +373,8 @@ class Loop:
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
         if self.log.main:
-            row, graphs = self.log.rows[-1], self.graphs is not None and bool(self.graphs.graphs)
-            note = self.host_bound.note(batch, row["host_ms"], row["device_ms"], graphs)
+            row = self.log.rows[-1]
+            note = self.host_bound.note(batch, row["host_ms"], row["device_ms"], self.captured)
             if note is not None:
                 self.log.print(note)
         self.skips.check()
@@ -451,9 +451,13 @@ class Loop:
         hidden = has_compiled_blocks(self.model) and not visible()
         return self.config.parallel.cp == 1 or not (graphs or hidden)
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is a CUDA graph of a micro-batch."""
+        return self.graphs is not None and bool(self.graphs.graphs)
+
     def _memory(self) -> float:
-        graphs = self.graphs is not None and bool(self.graphs.graphs)
-        return float(peak_memory(self.ranks.device, graphs=graphs))
+        return float(peak_memory(self.ranks.device, graphs=self.captured))
 
     @announced("checkpoint")
     def _save(self) -> None:
