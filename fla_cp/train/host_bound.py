@@ -40,14 +40,16 @@ class HostBound:
         batches: of this step. host_ms, device_ms: as in `Metrics`. captured: whether there is a
         CUDA graph.
         """
+        if self.said or device_ms is None:
+            return None
         packing = [batch.share.cu_seqlens.tolist() for batch in batches]
         self.alike &= self.packing in (None, packing) and all(p == packing[0] for p in packing)
         self.packing = packing
         self.documents = max([self.documents, *(len(offsets) - 1 for offsets in packing)])
         self.steps += 1
-        waits = device_ms is not None and host_ms >= SHARE * device_ms and not captured
+        waits = host_ms >= SHARE * device_ms and not captured
         self.waited = self.waited + 1 if waits and self.steps > FIRST else 0
-        if self.said or self.waited < IN_A_ROW:
+        if self.waited < IN_A_ROW:
             return None
         self.said = True
         flags = self._flags()
