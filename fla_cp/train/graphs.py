@@ -302,8 +302,6 @@ def proven_ranks(model: nn.Module, config: TrainConfig, device: torch.device) ->
     """The most ranks on which "auto" captures graphs of a model that is not of transformers. In
     float32, products of experts wait for the host, and no graph of softmax attention was tried."""
     proven = PROVEN_COMPILED if has_compiled_blocks(model) else PROVEN_RANKS
-    if config.model.folder is not None:
-        return proven
     experts = isinstance(model, LanguageModel) and model.balance is not None
     if not experts and not set(mixers_of(config.model)) & set(SOFTMAX):
         return proven
