@@ -62,18 +62,19 @@ def test_weights_that_only_happen_to_lie_side_by_side():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kib", [80, 192])
-def test_layers(name, kib, monkeypatch):
-    """Two steps of two layers."""
+@pytest.mark.parametrize("kib, steps", [(80, 2), (192, 6)])
+def test_layers(name, kib, steps, monkeypatch):
+    """Steps of two layers, in which heads write their states once or, with six, more than once."""
     monkeypatch.setattr(rows_run, "SHARED", 1024 * kib)
+    monkeypatch.setattr(rows_run, "ROUND", 4)
     case = SIZES | CASES[name]
     plain = drawn_layers(2, **case)
     layers, exact = drawn_layers(2, **case), [doubled(s) for s in plain]
     with interpreted() as launched:
         run = rows_run.rows_layers(layers, 40)
         assert run is not None
-        assert_steps_are_right(run, layers, plain, exact)
-    kernels = {"rows_product_kernel", "rows_state_kernel"}
+        assert_steps_are_right(run, layers, plain, exact, steps)
+    kernels = {"rows_product_kernel", "rows_state_kernel", "rows_write_back_kernel"}
     if case.get("taps", 4) == 4:
         kernels.add("rows_conv_kernel")
     assert set(launched) == kernels

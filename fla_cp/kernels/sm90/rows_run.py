@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.kernels.sm90.rows_conv import TAPS, ConvShape, rows_conv_kernel
+from fla_cp.kernels.sm90.rows_deferred import Deferred
 from fla_cp.kernels.sm90.rows_product import ROWS, STEP, RowsShape, rows_product_kernel
 from fla_cp.kernels.sm90.rows_state import StateShape, rows_state_kernel
 from fla_cp.kernels.sm90.tma import Described, describe
@@ -56,6 +57,10 @@ STATE, STATES = 8192, 96 * 1024
 
 TOGETHER = 2
 """Programs of the recurrence on an SM: one computes while the other one waits."""
+
+ROUND = 8
+"""Steps in which a head writes its state once, a power of two. With more of them, there are more
+updates to read."""
 
 PACE = 1
 """How many tiles such a program has on their way, beside the one that it asks for, before the
@@ -143,11 +148,11 @@ def low_ranks(s: StepLayer) -> list[Low]:
 
 class RowsRun:
     """A step of several layers: a call replaces x [B, C], bf16, by the residual stream behind them,
-    and updates their windows and states in place.
+    and updates their windows and states in place. A state is up to date once its `Deferred`, one of
+    `deferred` for each layer, has written it back.
 
-    Weights, windows and states must stay where they are. Between two steps of one run there must be
-    a launch that does not start early, such as that of torch's lookup of embeddings, because a step
-    reads windows and states before it waits. A CUDA graph may hold a step. programs: as many as the
+    Weights, windows and states must stay where they are. A step reads windows and states before it
+    waits for the kernel ahead, so its first launch, which counts steps, does not start early. A CUDA graph may hold a step. programs: as many as the
     GPU has SMs.
     """
 
@@ -161,10 +166,15 @@ class RowsRun:
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
         self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
+        # a step counts for each layer, 16 bytes apart: Triton compiles for addresses that are
+        # multiples of 16 and for others
+        self.steps = torch.zeros(len(layers), 4, dtype=torch.int32, device=self.device)
+        self.deferred: list[Deferred] = []
         self.begin = self._sum(None, s.norm, s.eps)
         self.calls = [self._calls(i) for i in range(len(layers))]
 
     def __call__(self, x: Tensor) -> None:
+        self.steps.add_(1)
         self.begin(x)
         for calls in self.calls:
             for call in calls:
@@ -279,9 +289,10 @@ class RowsRun:
         BV = min(V, max(16, STATE // BK))
         programs, slots = min(heads, TOGETHER * self.programs), max(2, STATES // (4 * BK * BV))
         S = StateShape(
-            B, H, HV, K, V, BK, BV, programs, slots, PACE, WARPS, rule.gate, rule.per_head,
+            B, H, HV, K, V, BK, BV, programs, ROUND, slots, PACE, WARPS, rule.gate, rule.per_head,
             rule.removal == "k", rule.beta_factor is not None, s.activation == "silu", self.early,
         )  # fmt: skip
+        self.deferred.append(Deferred(s.state, self.steps[len(self.deferred)], S))
         given = (
             describe(s.state, BK, BV),
             s.state,
@@ -289,6 +300,7 @@ class RowsRun:
             Gate(decay, decay.stride(0), 0, s.A_log, s.dt_bias, rule.lower_bound or 0.0),
             Rows(gate, gate.stride(0), 0),
             Beta(beta, 0 if beta is None else beta.stride(0), rule.beta_factor or 1.0),
+            self.deferred[-1].updates,
             s.o_norm,
             self.o,
             rule.scale,

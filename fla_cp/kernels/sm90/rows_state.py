@@ -1,12 +1,14 @@
 """The recurrence of a decoding step of up to 64 sequences, with the gated norm behind it.
 
-It takes the time in which states are read and written. Each SM has a few programs, which stay until
-all heads are done: a program has every P-th head of all sequences. It copies tiles of states to
-shared memory, several ahead of their use, and the first ones before the kernel ahead has ended
-(triton/early.py), so that memory is busy while the convolution runs. New states go from registers
-to memory.
+It takes the time in which states are read. Each SM has a few programs, which stay until all heads
+are done: a program has every P-th head of all sequences. It copies tiles of states to shared
+memory, several ahead of their use, and the first ones before the kernel ahead has ended
+(triton/early.py), so that memory is busy while the convolution runs.
 
-The output does not wait for the new state: q (S + k u^T) = q S + (q k) u^T.
+The output does not wait for the new state: q (S + k u^T) = q S + (q k) u^T. So a state need not be
+written in each step, see rows_deferred.py. With n updates k_j u_j^T that are not in memory yet, and
+a the decay since the state S was written, k reads k (a S) + sum (k k_j) u_j from it. A head writes
+its state in one of ROUND steps, and only its k and u in the others.
 """
 
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from fla_cp.kernels.sm90.rows_deferred import load_updates, store_update, turn_of, updates_layout
 from fla_cp.kernels.sm90.rows_product import allow_next, over, wait_for_last
 from fla_cp.kernels.sm90.step_layouts import VECTOR, matrix, of_each_warp
 from fla_cp.kernels.sm90.step_mix import add_three, add_two, decay_of
@@ -29,7 +32,8 @@ class StateShape(NamedTuple):
     """What the kernel is compiled for.
 
     B: sequences. H heads of q and k, HV of v, with channels K and V. BK, BV: a tile of a state, all
-    of K and some columns. P: programs. SLOTS: places for tiles in shared memory. PACE: tiles that
+    of K and some columns. P: programs. ROUND: steps in which a head writes its state once, a power of
+    two. SLOTS: places for tiles in shared memory. PACE: tiles that
     are on their way, beside one, before the kernel ahead has ended. WARPS: warps of a program.
     KIND: the function of the decay, as `DeltaRule.gate`. HEAD: one decay a head. REMOVES: k reads
     from the state what is removed. SIGMOID: beta is given before its sigmoid. SILU: the activation
@@ -44,6 +48,7 @@ class StateShape(NamedTuple):
     BK: int
     BV: int
     P: int
+    ROUND: int
     SLOTS: int
     PACE: int
     WARPS: int
@@ -57,7 +62,8 @@ class StateShape(NamedTuple):
 
 class Head(NamedTuple):
     """What a head reads besides its state: q and k [BK], raw; g and shift, whose sum is the raw
-    decay, [BK] or one number, and its rate; v and gate [V]; beta, or rate if there is none."""
+    decay, [BK] or one number, and its rate; v and gate [V]; beta, or rate if there is none; late_k
+    and late_u, see `load_updates`."""
 
     q: gl.tensor
     k: gl.tensor
@@ -67,6 +73,8 @@ class Head(NamedTuple):
     v: gl.tensor
     gate: gl.tensor
     beta: gl.tensor
+    late_k: gl.tensor
+    late_u: gl.tensor
 
 
 @gluon.jit
@@ -80,7 +88,7 @@ def copy_state(states, places, ready, i_p, step, S: gl.constexpr):
 
 
 @gluon.jit
-def load_head(x, decay, gate, beta, head, S: gl.constexpr):
+def load_head(x, decay, gate, beta, late, head, steps, S: gl.constexpr):
     """What is read of a head, counted through all sequences."""
     o_k = gl.arange(0, S.BK, of_each_warp(S.BK, S.WARPS))
     o_v = gl.arange(0, S.V, of_each_warp(S.V, S.WARPS))
@@ -104,27 +112,37 @@ def load_head(x, decay, gate, beta, head, S: gl.constexpr):
     b = rate
     if beta.ptr is not None:
         b = gl.load(beta.ptr + i_n * beta.row + i_h).to(gl.float32)
-    return Head(q, k, g, shift, rate, v, a, b)
+    _, held = turn_of(head, steps, S)
+    b_keys, b_values = load_updates(late, head, held, S)
+    return Head(q, k, g, shift, rate, v, a, b, b_keys, b_values)
 
 
 @gluon.jit
-def rows_state_kernel(states, state, x, decay, gate, beta, norm, o, scale, eps, S: gl.constexpr):
+def rows_state_kernel(
+    states, state, x, decay, gate, beta, late, norm, o, scale, eps, S: gl.constexpr
+):
     """states: a TMA descriptor of tiles [BK, BV] of state [B, HV, K, V], fp32, dense, which is
-    updated in place. x: `Rows` [B, D], q, k and v behind the convolution; decay: `Gate`; gate:
-    `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
+    updated in place, with late: `Updates`. x: `Rows` [B, D], q, k and v behind the convolution;
+    decay: `Gate`; gate: `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
     allow_next(S.EARLY)
     L: gl.constexpr = matrix(S.BV, 4, S.WARPS)
     OF_K: gl.constexpr = gl.SliceLayout(1, L)
     OF_V: gl.constexpr = gl.SliceLayout(0, L)
     ALL_V: gl.constexpr = of_each_warp(S.V, S.WARPS)
+    LK: gl.constexpr = updates_layout(S.BK, S)
+    LV: gl.constexpr = updates_layout(S.V, S)
     TILES: gl.constexpr = over(S.V, S.BV)
+    LAST: gl.constexpr = S.ROUND - 1
     i_p = gl.program_id(0)
     n = (S.B * S.HV - i_p + S.P - 1) // S.P
 
     places = gl.allocate_shared_memory(gl.float32, [S.SLOTS, S.BK, S.BV], states.layout)
-    # q, k and the decay, of four places, which have to be a power of two; v and the output
+    # q, k and the decay, of four places, which have to be a power of two; v, the output, q with
+    # the updates, and the new update
     of_keys = gl.allocate_shared_memory(gl.float32, [4 * S.BK], VECTOR)
-    of_values = gl.allocate_shared_memory(gl.float32, [2 * S.V], VECTOR)
+    of_values = gl.allocate_shared_memory(gl.float32, [4 * S.V], VECTOR)
+    late_keys = gl.allocate_shared_memory(gl.float32, [S.ROUND * S.BK], VECTOR)
+    late_values = gl.allocate_shared_memory(gl.float32, [S.ROUND * S.V], VECTOR)
     ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
     for first in gl.static_range(S.SLOTS):
         mbarrier.init(ready.index(first), count=1)
@@ -140,20 +158,40 @@ def rows_state_kernel(states, state, x, decay, gate, beta, norm, o, scale, eps, 
     o_v = gl.arange(0, S.V, ALL_V)
     b_norm = gl.load(norm + o_v).to(gl.float32)
     wait_for_last(S.EARLY)
-    now = load_head(x, decay, gate, beta, i_p, S)
+    steps = gl.load(late.steps) - 1
+    now = load_head(x, decay, gate, beta, late, i_p, steps, S)
     for i in range(n):
         head = i_p + i * S.P
+        turn, held = turn_of(head, steps, S)
         # Loads of the next head are under way while this one is computed.
-        coming = load_head(x, decay, gate, beta, gl.where(i + 1 < n, head + S.P, head), S)
+        following = gl.where(i + 1 < n, head + S.P, head)
+        coming = load_head(x, decay, gate, beta, late, following, steps, S)
         q, k = now.q.to(gl.float32), now.k.to(gl.float32)
         qq, kk, qk = gl.reduce((q * q, k * k, q * k), 0, add_three)
         q_size, k_size = scale * gl.rsqrt(qq + EPS), gl.rsqrt(kk + EPS)
         alpha = decay_of(now.g.to(gl.float32) + now.shift, gl.exp(now.rate), decay.bound, S.KIND)
         of_keys.slice(0, S.BK).store(q * q_size)
         of_keys.slice(S.BK, S.BK).store(k * k_size)
-        if not S.HEAD:
+        b_keys = now.late_k
+        if S.HEAD:
+            b_keys *= alpha
+        else:
             of_keys.slice(2 * S.BK, S.BK).store(alpha)
-        of_values.slice(0, S.V).store(now.v.to(gl.float32))
+            b_keys *= of_keys.slice(2 * S.BK, S.BK).load(gl.SliceLayout(0, LK))[None, :]
+        late_keys.store(gl.reshape(b_keys, [S.ROUND * S.BK]))
+        q_all = of_keys.slice(0, S.BK).load(gl.SliceLayout(0, LK))
+        k_all = of_keys.slice(S.BK, S.BK).load(gl.SliceLayout(0, LK))
+        q_late, k_late = gl.reduce((b_keys * q_all[None, :], b_keys * k_all[None, :]), 1, add_two)
+        q_late = gl.convert_layout(q_late, gl.SliceLayout(1, LV))[:, None] * now.late_u
+        k_late = gl.convert_layout(k_late, gl.SliceLayout(1, LV))[:, None] * now.late_u
+        q_late, k_late = gl.reduce((q_late, k_late), 0, add_two)
+        b_v = now.v.to(gl.float32)
+        if S.REMOVES:
+            b_v -= gl.convert_layout(k_late, ALL_V)
+        of_values.slice(0, S.V).store(b_v)
+        of_values.slice(2 * S.V, S.V).store(q_late)
+        if turn == LAST:
+            late_values.store(gl.reshape(now.late_u, [S.ROUND * S.V]))
         factor = 1.0
         if beta.ptr is not None:
             factor = now.beta
@@ -164,6 +202,7 @@ def rows_state_kernel(states, state, x, decay, gate, beta, norm, o, scale, eps, 
             slot = step % S.SLOTS
             b_q, b_k = of_keys.slice(0, S.BK).load(OF_K), of_keys.slice(S.BK, S.BK).load(OF_K)
             b_u = of_values.slice(tile * S.BV, S.BV).load(OF_V)
+            b_o = of_values.slice(2 * S.V + tile * S.BV, S.BV).load(OF_V)
             mbarrier.wait(ready.index(slot), (step // S.SLOTS) & 1)
             b_S = places.index(slot).load(L)
             barrier()
@@ -171,22 +210,29 @@ def rows_state_kernel(states, state, x, decay, gate, beta, norm, o, scale, eps, 
                 copy_state(states, places, ready, i_p, step + S.SLOTS, S)
             if S.BK != S.K:
                 b_S = gl.where((o_k < S.K)[:, None], b_S, 0.0)  # beyond it is the next head
-            if S.HEAD:
-                b_S *= alpha
-            else:
-                b_S *= of_keys.slice(2 * S.BK, S.BK).load(OF_K)[:, None]
+            b_S *= late_keys.slice(LAST * S.BK, S.BK).load(OF_K)[:, None]
             of_q, of_k = gl.reduce((b_q[:, None] * b_S, b_k[:, None] * b_S), 0, add_two)
             if S.REMOVES:
                 b_u -= of_k
             b_u *= factor
-            of_values.slice(S.V + tile * S.BV, S.BV).store(of_q + (q_size * k_size * qk) * b_u)
-            p = state + head * (S.K * S.V) + tile * S.BV
-            p = (p + o_k * S.V)[:, None] + o_c[None, :]
-            b_S += b_k[:, None] * b_u[None, :]
-            if S.BK == S.K:
-                gl.store(p, b_S)
-            else:
-                gl.store(p, b_S, mask=(o_k < S.K)[:, None])
+            b_o += of_q + (q_size * k_size * qk) * b_u
+            of_values.slice(S.V + tile * S.BV, S.BV).store(b_o)
+            of_values.slice(3 * S.V + tile * S.BV, S.BV).store(b_u)
+            if turn == LAST:
+                b_S += b_k[:, None] * b_u[None, :]
+                for e in gl.static_range(LAST):
+                    l_k = late_keys.slice(e * S.BK, S.BK).load(OF_K)
+                    l_u = late_values.slice(e * S.V + tile * S.BV, S.BV).load(OF_V)
+                    b_S += l_k[:, None] * l_u[None, :]
+                p = state + head * (S.K * S.V) + tile * S.BV
+                p = (p + o_k * S.V)[:, None] + o_c[None, :]
+                if S.BK == S.K:
+                    gl.store(p, b_S)
+                else:
+                    gl.store(p, b_S, mask=(o_k < S.K)[:, None])
+        if turn < LAST:
+            b_new = of_values.slice(3 * S.V, S.V).load(ALL_V)
+            store_update(late, head, held, b_keys, k_all, b_new, o_v, S)
         b_o = of_values.slice(S.V, S.V).load(ALL_V)
         b_a = now.gate.to(gl.float32)
         b_o *= gl.rsqrt(gl.sum(b_o * b_o, 0) / S.V + eps) * b_norm * sigmoid(b_a)

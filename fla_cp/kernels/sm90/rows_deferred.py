@@ -1,0 +1,119 @@
+"""States of a decoding step of several sequences that are written in one of several steps.
+
+A step changes a state S [K, V] by a decay and by one update k u^T. To write S takes as long as to
+read it, while k and u are 64 times smaller. So between two writes, memory has S as it was written,
+its decay since then, and the updates since then, each with its decay since then:
+
+    the state = decay * S + the sum of k_j u_j^T over these updates
+
+A head writes its state in one of ROUND steps. Heads take turns, so that all steps take equally
+long. `Deferred.write_back` brings the state up to date between any two steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fla_cp.kernels.sm90.step_layouts import matrix, max_of
+from fla_cp.kernels.triton.launch import launch
+
+if TYPE_CHECKING:
+    from fla_cp.kernels.sm90.rows_state import StateShape
+
+
+class Updates(NamedTuple):
+    """What the states of a layer lack: for each head k [B * HV, ROUND, BK], whose last row is the
+    decay, and u [B * HV, ROUND, V], fp32. steps: [1] int32, how many steps there were since all of
+    the states were up to date, the one that runs included."""
+
+    k: Tensor
+    u: Tensor
+    steps: Tensor
+
+
+class Deferred:
+    """A layer's states, [B, HV, K, V], as they were written, and what they lack. steps: see
+    `Updates`. S: of the recurrence."""
+
+    def __init__(self, state: Tensor, steps: Tensor, S: StateShape) -> None:
+        self.state, self.S = state, S
+        k = torch.zeros(S.B * S.HV, S.ROUND, S.BK, device=state.device)
+        u = torch.zeros(S.B * S.HV, S.ROUND, S.V, device=state.device)
+        self.updates = Updates(k, u, steps)
+
+    def write_back(self) -> None:
+        """Brings the state up to date. The host does not wait."""
+        S = self.S
+        grid = S.B * S.HV, S.V // S.BV
+        launch(rows_write_back_kernel, grid, self.state, self.updates, S, num_warps=S.WARPS)
+        self.updates.steps.zero_()
+
+
+@gluon.constexpr_function
+def updates_layout(columns, S):
+    """The updates of a head [ROUND, columns]: each warp has some of them."""
+    size = [max(1, S.ROUND // S.WARPS), max(1, columns // 32)]
+    return gl.BlockedLayout(size, [1, 32], [S.WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def turn_of(head, steps, S: gl.constexpr):
+    """Where a head is in its round of ROUND steps, in the last of which it writes its state, and
+    how many updates its state lacks. steps: how many steps there were since all states were up to
+    date. Of the heads of a program, which are P apart, few write in the same step."""
+    turn = (steps + head + head // S.P * max_of(1, S.ROUND // 4)) % S.ROUND
+    return turn, gl.minimum(steps, turn)
+
+
+@gluon.jit
+def load_updates(late, head, held, S: gl.constexpr):
+    """The keys [ROUND, BK] of a head, with the decay as the last row, and the values [ROUND, V].
+    Rows without an update are zero, and the decay is one if there is no update."""
+    LK: gl.constexpr = updates_layout(S.BK, S)
+    LV: gl.constexpr = updates_layout(S.V, S)
+    LAST: gl.constexpr = S.ROUND - 1
+    o_e, o_k = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)), gl.arange(0, S.BK, gl.SliceLayout(0, LK))
+    there = (o_e < held) | ((o_e == LAST) & (held > 0))
+    none = ((o_e == LAST) & (held == 0))[:, None]
+    p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
+    b_keys = gl.where(none, 1.0, gl.load(p, mask=there[:, None], other=0.0))
+    o_e, o_v = gl.arange(0, S.ROUND, gl.SliceLayout(1, LV)), gl.arange(0, S.V, gl.SliceLayout(0, LV))
+    p = (late.u + (head * S.ROUND + o_e) * S.V)[:, None] + o_v[None, :]
+    return b_keys, gl.load(p, mask=(o_e < held)[:, None], other=0.0)
+
+
+@gluon.jit
+def store_update(late, head, held, b_keys, b_k, b_u, o_v, S: gl.constexpr):
+    """Adds the update b_k b_u^T to those of a head, whose keys are b_keys by now. o_v: the
+    columns of b_u."""
+    LK: gl.constexpr = updates_layout(S.BK, S)
+    o_e, o_k = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)), gl.arange(0, S.BK, gl.SliceLayout(0, LK))
+    b_keys = gl.where((o_e == held)[:, None], b_k[None, :], b_keys)
+    p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
+    gl.store(p, b_keys, mask=((o_e <= held) | (o_e == S.ROUND - 1))[:, None])
+    gl.store(late.u + (head * S.ROUND + held) * S.V + o_v, b_u)
+
+
+@gluon.jit
+def rows_write_back_kernel(state, late, S: gl.constexpr):
+    """`Deferred.write_back` for BV columns of a head's state."""
+    L: gl.constexpr = matrix(S.BV, 4, S.WARPS)
+    head, column = gl.program_id(0), gl.program_id(1) * S.BV
+    _, held = turn_of(head, gl.load(late.steps), S)
+    if held > 0:
+        o_k, o_c = gl.arange(0, S.BK, gl.SliceLayout(1, L)), gl.arange(0, S.BV, gl.SliceLayout(0, L))
+        m_k = o_k < S.K
+        p = (state + head * (S.K * S.V) + column + o_k * S.V)[:, None] + o_c[None, :]
+        p_k = late.k + head * (S.ROUND * S.BK) + o_k
+        p_v = late.u + head * (S.ROUND * S.V) + column + o_c
+        b_S = gl.load(p, mask=m_k[:, None], other=0.0)
+        b_S *= gl.load(p_k + (S.ROUND - 1) * S.BK)[:, None]
+        for _ in range(held):
+            b_S += gl.load(p_k)[:, None] * gl.load(p_v)[None, :]
+            p_k, p_v = p_k + S.BK, p_v + S.V
+        gl.store(p, b_S, mask=m_k[:, None])
