@@ -71,20 +71,19 @@ def turn_of(head, steps, S: gl.constexpr):
 
 
 @gluon.jit
-def load_updates(late, head, held, S: gl.constexpr):
-    """The keys [ROUND, BK] of a head, with the decay as the last row, and the values [ROUND, V].
-    Rows without an update are zero, and the decay is one if there is no update."""
+def load_updates(late, head, steps, S: gl.constexpr):
+    """k [ROUND, BK] of a head, with the decay as the last row, and u [ROUND, V]. Rows without an
+    update are zero, the decay, too, if there is none. So nothing waits for the loads yet."""
     LK: gl.constexpr = updates_layout(S.BK, S)
-    LV: gl.constexpr = updates_layout(S.V, S)
-    LAST: gl.constexpr = S.ROUND - 1
+    LU: gl.constexpr = updates_layout(S.V, S)
+    _, held = turn_of(head, steps, S)
     o_e, o_k = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)), gl.arange(0, S.BK, gl.SliceLayout(0, LK))
-    there = (o_e < held) | ((o_e == LAST) & (held > 0))
-    none = ((o_e == LAST) & (held == 0))[:, None]
+    there = (o_e < held) | ((o_e == S.ROUND - 1) & (held > 0))
     p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
-    b_keys = gl.where(none, 1.0, gl.load(p, mask=there[:, None], other=0.0))
-    o_e, o_v = gl.arange(0, S.ROUND, gl.SliceLayout(1, LV)), gl.arange(0, S.V, gl.SliceLayout(0, LV))
+    b_k = gl.load(p, mask=there[:, None], other=0.0)
+    o_e, o_v = gl.arange(0, S.ROUND, gl.SliceLayout(1, LU)), gl.arange(0, S.V, gl.SliceLayout(0, LU))
     p = (late.u + (head * S.ROUND + o_e) * S.V)[:, None] + o_v[None, :]
-    return b_keys, gl.load(p, mask=(o_e < held)[:, None], other=0.0)
+    return b_k, gl.load(p, mask=(o_e < held)[:, None], other=0.0)
 
 
 @gluon.jit

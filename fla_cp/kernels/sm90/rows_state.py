@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fla_cp.kernels.sm90.rows_deferred import load_updates, store_update, turn_of, updates_layout
 from fla_cp.kernels.sm90.rows_product import allow_next, over, wait_for_last
-from fla_cp.kernels.sm90.step_layouts import VECTOR, matrix, of_each_warp
+from fla_cp.kernels.sm90.step_layouts import VECTOR, columns_of_warps, matrix, of_each_warp
 from fla_cp.kernels.sm90.step_mix import add_three, add_two, decay_of
 from fla_cp.kernels.sm90.step_words import sigmoid
 from fla_cp.kernels.sm90.tma import barrier
@@ -57,13 +57,13 @@ class StateShape(NamedTuple):
     REMOVES: bool
     SIGMOID: bool
     SILU: bool
+    APART: int
     EARLY: bool
 
 
 class Head(NamedTuple):
     """What a head reads besides its state: q and k [BK], raw; g and shift, whose sum is the raw
-    decay, [BK] or one number, and its rate; v and gate [V]; beta, or rate if there is none; late_k
-    and late_u, see `load_updates`."""
+    decay, [BK] or one number, and its rate; v and gate [V]; beta, or rate if there is none."""
 
     q: gl.tensor
     k: gl.tensor
@@ -73,8 +73,6 @@ class Head(NamedTuple):
     v: gl.tensor
     gate: gl.tensor
     beta: gl.tensor
-    late_k: gl.tensor
-    late_u: gl.tensor
 
 
 @gluon.jit
@@ -88,7 +86,7 @@ def copy_state(states, places, ready, i_p, step, S: gl.constexpr):
 
 
 @gluon.jit
-def load_head(x, decay, gate, beta, late, head, steps, S: gl.constexpr):
+def load_head(x, decay, gate, beta, head, S: gl.constexpr):
     """What is read of a head, counted through all sequences."""
     o_k = gl.arange(0, S.BK, of_each_warp(S.BK, S.WARPS))
     o_v = gl.arange(0, S.V, of_each_warp(S.V, S.WARPS))
@@ -111,10 +109,8 @@ def load_head(x, decay, gate, beta, late, head, steps, S: gl.constexpr):
     a = gl.load(gate.ptr + i_n * gate.row + i_h * S.V + o_v)
     b = rate
     if beta.ptr is not None:
-        b = gl.load(beta.ptr + i_n * beta.row + i_h).to(gl.float32)
-    _, held = turn_of(head, steps, S)
-    b_keys, b_values = load_updates(late, head, held, S)
-    return Head(q, k, g, shift, rate, v, a, b, b_keys, b_values)
+        b = gl.load(beta.ptr + i_n * beta.row + i_h)
+    return Head(q, k, g, shift, rate, v, a, b)
 
 
 @gluon.jit
@@ -125,7 +121,7 @@ def rows_state_kernel(
     updated in place, with late: `Updates`. x: `Rows` [B, D], q, k and v behind the convolution;
     decay: `Gate`; gate: `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
     allow_next(S.EARLY)
-    L: gl.constexpr = matrix(S.BV, 4, S.WARPS)
+    L: gl.constexpr = columns_of_warps(S.BV, S.APART, S.WARPS) if S.APART else matrix(S.BV, 4, S.WARPS)
     OF_K: gl.constexpr = gl.SliceLayout(1, L)
     OF_V: gl.constexpr = gl.SliceLayout(0, L)
     ALL_V: gl.constexpr = of_each_warp(S.V, S.WARPS)
@@ -157,22 +153,25 @@ def rows_state_kernel(
     o_k, o_c = gl.arange(0, S.BK, OF_K), gl.arange(0, S.BV, OF_V)
     o_v = gl.arange(0, S.V, ALL_V)
     b_norm = gl.load(norm + o_v).to(gl.float32)
-    wait_for_last(S.EARLY)
     steps = gl.load(late.steps) - 1
-    now = load_head(x, decay, gate, beta, late, i_p, steps, S)
+    late_k, late_u = load_updates(late, i_p, steps, S)
+    wait_for_last(S.EARLY)
+    now = load_head(x, decay, gate, beta, i_p, S)
+    o_e = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK))
     for i in range(n):
         head = i_p + i * S.P
         turn, held = turn_of(head, steps, S)
         # Loads of the next head are under way while this one is computed.
         following = gl.where(i + 1 < n, head + S.P, head)
-        coming = load_head(x, decay, gate, beta, late, following, steps, S)
+        coming = load_head(x, decay, gate, beta, following, S)
+        coming_k, coming_u = load_updates(late, following, steps, S)
         q, k = now.q.to(gl.float32), now.k.to(gl.float32)
         qq, kk, qk = gl.reduce((q * q, k * k, q * k), 0, add_three)
         q_size, k_size = scale * gl.rsqrt(qq + EPS), gl.rsqrt(kk + EPS)
         alpha = decay_of(now.g.to(gl.float32) + now.shift, gl.exp(now.rate), decay.bound, S.KIND)
         of_keys.slice(0, S.BK).store(q * q_size)
         of_keys.slice(S.BK, S.BK).store(k * k_size)
-        b_keys = now.late_k
+        b_keys = gl.where(((o_e == LAST) & (held == 0))[:, None], 1.0, late_k)
         if S.HEAD:
             b_keys *= alpha
         else:
@@ -182,8 +181,8 @@ def rows_state_kernel(
         q_all = of_keys.slice(0, S.BK).load(gl.SliceLayout(0, LK))
         k_all = of_keys.slice(S.BK, S.BK).load(gl.SliceLayout(0, LK))
         q_late, k_late = gl.reduce((b_keys * q_all[None, :], b_keys * k_all[None, :]), 1, add_two)
-        q_late = gl.convert_layout(q_late, gl.SliceLayout(1, LV))[:, None] * now.late_u
-        k_late = gl.convert_layout(k_late, gl.SliceLayout(1, LV))[:, None] * now.late_u
+        q_late = gl.convert_layout(q_late, gl.SliceLayout(1, LV))[:, None] * late_u
+        k_late = gl.convert_layout(k_late, gl.SliceLayout(1, LV))[:, None] * late_u
         q_late, k_late = gl.reduce((q_late, k_late), 0, add_two)
         b_v = now.v.to(gl.float32)
         if S.REMOVES:
@@ -191,10 +190,10 @@ def rows_state_kernel(
         of_values.slice(0, S.V).store(b_v)
         of_values.slice(2 * S.V, S.V).store(q_late)
         if turn == LAST:
-            late_values.store(gl.reshape(now.late_u, [S.ROUND * S.V]))
+            late_values.store(gl.reshape(late_u, [S.ROUND * S.V]))
         factor = 1.0
         if beta.ptr is not None:
-            factor = now.beta
+            factor = now.beta.to(gl.float32)
             if S.SIGMOID:
                 factor = beta.factor * sigmoid(factor)
         for tile in gl.static_range(TILES):
@@ -240,3 +239,4 @@ def rows_state_kernel(
             b_o *= b_a
         gl.store(o + head * S.V + o_v, b_o.to(gl.bfloat16))
         now = coming
+        late_k, late_u = coming_k, coming_u
