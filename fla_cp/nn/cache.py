@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +17,56 @@ from torch import Tensor, nn
 
 from fla_cp.arguments import check_count, described
 from fla_cp.context import FLACPContext
+from fla_cp.kernels.torch.decoding import Deferred
 from fla_cp.ops.checks import FLOATS
 from fla_cp.partition.device_tables import to_device
 
 
-@dataclass
 class RecurrentCache:
     """The cache of a linear-attention layer. conv: the convolution's state [B, D, W]. state: the
-    operator's state [B, HV, K, V], fp32 (fp64). Both are None before the first token."""
+    operator's state [B, HV, K, V], fp32 (fp64). Both are None before the first token.
 
-    conv: Tensor | None = None
-    state: Tensor | None = None
+    Steps of decoding of many rows write a state only once in several steps, and keep what it lacks
+    elsewhere. To read `state` brings it up to date, so read it again after each step.
+    """
+
+    def __init__(self, conv: Tensor | None = None, state: Tensor | None = None) -> None:
+        self.conv = conv
+        self._state = state
+        self._deferred: Deferred | None = None
+
+    @property
+    def state(self) -> Tensor | None:
+        if self._deferred is not None:
+            self._deferred.write_back()
+        return self._state
+
+    @state.setter
+    def state(self, state: Tensor | None) -> None:
+        self._state, self._deferred = state, None
+
+    def defer(self, deferred: Deferred) -> None:
+        """From now on, `deferred` has what the state lacks. Before, the state is brought up to
+        date."""
+        if deferred is not self._deferred:
+            self.state = self.state
+            self._deferred = deferred
+
+    def places(self) -> tuple[int, ...]:
+        """What tells whether conv, state and what the state lacks are where they were."""
+        held = (self.conv, self._state)
+        return *(0 if x is None else x.data_ptr() for x in held), id(self._deferred)
+
+    def has(self, conv: Tensor, state: Tensor) -> bool:
+        """Whether these very tensors are in the cache."""
+        return self.conv is conv and self._state is state
+
+    def rows(self) -> int | None:
+        """How many rows there are; None before the first token."""
+        return None if self._state is None else len(self._state)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for copies and pickles
+        return RecurrentCache, (self.conv, self.state)
 
     @staticmethod
     def joined(caches: Sequence[RecurrentCache]) -> RecurrentCache:
@@ -50,6 +90,10 @@ class AttentionCache:
     lengths: Tensor
     written: int = 0
     shared: bool = False
+
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.keys)
 
     def fixed(self) -> FixedAttentionCache:
         """A cache in the same memory, for steps that a CUDA graph repeats. Both may be used in any
@@ -150,7 +194,7 @@ LayerCache = RecurrentCache | AttentionCache
 
 # FSDP2 with mixed precision copies every dataclass among a module's arguments. The layer would
 # update the copy, and the caller's cache would stay as it was.
-del RecurrentCache.__dataclass_fields__, AttentionCache.__dataclass_fields__
+del AttentionCache.__dataclass_fields__
 
 
 def check_cache_sizes(rows: object, capacity: object) -> None:
@@ -203,9 +247,8 @@ def check_cache(
             "cp_context must have one sequence beside a cache, got "
             f"{len(cp_context.global_cu_seqlens) - 1}"
         )
-    held = cache.keys if isinstance(cache, AttentionCache) else cache.state
-    rows = len(x) if held is None else len(held)
-    if rows != len(x):
+    rows = cache.rows()
+    if rows is not None and rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
 
 

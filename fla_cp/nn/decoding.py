@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct, StepRun
 from fla_cp.nn.cache import LayerCache, RecurrentCache
 from fla_cp.nn.kda import KDACore
 from fla_cp.nn.linear_attention import Core, LinearAttention
@@ -320,15 +320,14 @@ class LayersStep:
         blocks: Sequence[BlockStep],
         caches: Sequence[Any],
         layers: Sequence[StepLayer],
-        run: Callable[[Tensor], None],
+        run: StepRun,
     ) -> None:
         self.blocks, self.caches, self.layers, self.run = blocks, caches, layers, run
 
     def __call__(self, x: Tensor) -> None:
-        if all(
-            c.conv is s.window and c.state is s.state
-            for c, s in zip(self.caches, self.layers, strict=True)
-        ):
+        if all(c.has(s.window, s.state) for c, s in zip(self.caches, self.layers, strict=True)):
+            for cache, deferred in zip(self.caches, self.run.deferred, strict=False):
+                cache.defer(deferred)
             self.run(x)
             return
         for block, cache in zip(self.blocks, self.caches, strict=True):

@@ -130,9 +130,8 @@ class DecodeStep:
         self.model, self.impl = model, impl
 
     def places(self) -> list[int]:
-        """The addresses of what recurrent layers keep. Calls of the model replace it."""
-        held = (t for c in self.caches if isinstance(c, RecurrentCache) for t in (c.conv, c.state))
-        return [t.data_ptr() for t in held if t is not None]
+        """Where recurrent layers keep what they keep. Calls of the model replace it."""
+        return [n for c in self.caches if isinstance(c, RecurrentCache) for n in c.places()]
 
     @torch.no_grad()
     def __call__(self) -> Tensor:

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from fla_cp.kernels.sm90 import rows_run, step_run
-from fla_cp.kernels.torch.decoding import StepLayer
+from fla_cp.kernels.torch.decoding import StepLayer, StepRun
 from fla_cp.kernels.triton.tile_table import sm_count
 from tests.gpu import checks
 from tests.gpu.cases import BF16
@@ -75,7 +75,7 @@ def layers(x: checks.Named, impl: str, *, like: list[StepLayer]) -> checks.Named
             if any(low.groups == 2 for low in rows_run.low_ranks(s)):
                 made[i] = side_by_side(made[i])
         found, run = steps(made, x["x"].to(checks.DEVICE), impl, apart)
-        for deferred in getattr(run, "deferred", ()):
+        for deferred in () if run is None else run.deferred:
             deferred.write_back()
         found |= {f"state {i}": s.state for i, s in enumerate(made)}
         results.append(found | {f"window {i}": s.window for i, s in enumerate(made)})
@@ -85,9 +85,9 @@ def layers(x: checks.Named, impl: str, *, like: list[StepLayer]) -> checks.Named
 
 def steps(
     made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool
-) -> tuple[checks.Named, object]:
+) -> tuple[checks.Named, StepRun | None]:
     """The residual stream behind all layers, step by step; together in a CUDA graph. Also what ran
-    the layers, if it was a kernel."""
+    the layers together."""
     found, place, run, graph = [], x[0].clone(), None, None
     if impl == "triton":
         run = step_run.step_layers(made, sm_count(place.device) or SOME)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fla_cp.kernels import TORCH
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct, StepRun
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
 
@@ -84,7 +83,7 @@ def doubled(layer: StepLayer) -> StepLayer:
 
 
 def assert_steps_are_right(
-    run: Callable[[torch.Tensor], None],
+    run: StepRun,
     layers: list[StepLayer],
     plain: list[StepLayer],
     exact: list[StepLayer],
@@ -102,7 +101,7 @@ def assert_steps_are_right(
             step(a, y)
             step(b, e)
         assert_within_budget(f"x after step {n}", x, e, y, factor=4.0)
-    for deferred in getattr(run, "deferred", ()):
+    for deferred in run.deferred:
         deferred.write_back()
     for a, b, c in zip(layers, exact, plain, strict=True):
         assert_within_budget("state", a.state, b.state, c.state, factor=4.0)

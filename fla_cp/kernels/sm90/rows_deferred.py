@@ -77,11 +77,17 @@ def load_updates(late, head, steps, S: gl.constexpr):
     LK: gl.constexpr = updates_layout(S.BK, S)
     LU: gl.constexpr = updates_layout(S.V, S)
     _, held = turn_of(head, steps, S)
-    o_e, o_k = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)), gl.arange(0, S.BK, gl.SliceLayout(0, LK))
+    o_e, o_k = (
+        gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)),
+        gl.arange(0, S.BK, gl.SliceLayout(0, LK)),
+    )
     there = (o_e < held) | ((o_e == S.ROUND - 1) & (held > 0))
     p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
     b_k = gl.load(p, mask=there[:, None], other=0.0)
-    o_e, o_v = gl.arange(0, S.ROUND, gl.SliceLayout(1, LU)), gl.arange(0, S.V, gl.SliceLayout(0, LU))
+    o_e, o_v = (
+        gl.arange(0, S.ROUND, gl.SliceLayout(1, LU)),
+        gl.arange(0, S.V, gl.SliceLayout(0, LU)),
+    )
     p = (late.u + (head * S.ROUND + o_e) * S.V)[:, None] + o_v[None, :]
     return b_k, gl.load(p, mask=(o_e < held)[:, None], other=0.0)
 
@@ -91,7 +97,10 @@ def store_update(late, head, held, b_keys, b_k, b_u, o_v, S: gl.constexpr):
     """Adds the update b_k b_u^T to those of a head, whose keys are b_keys by now. o_v: the
     columns of b_u."""
     LK: gl.constexpr = updates_layout(S.BK, S)
-    o_e, o_k = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)), gl.arange(0, S.BK, gl.SliceLayout(0, LK))
+    o_e, o_k = (
+        gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)),
+        gl.arange(0, S.BK, gl.SliceLayout(0, LK)),
+    )
     b_keys = gl.where((o_e == held)[:, None], b_k[None, :], b_keys)
     p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
     gl.store(p, b_keys, mask=((o_e <= held) | (o_e == S.ROUND - 1))[:, None])
@@ -105,7 +114,10 @@ def rows_write_back_kernel(state, late, S: gl.constexpr):
     head, column = gl.program_id(0), gl.program_id(1) * S.BV
     _, held = turn_of(head, gl.load(late.steps), S)
     if held > 0:
-        o_k, o_c = gl.arange(0, S.BK, gl.SliceLayout(1, L)), gl.arange(0, S.BV, gl.SliceLayout(0, L))
+        o_k, o_c = (
+            gl.arange(0, S.BK, gl.SliceLayout(1, L)),
+            gl.arange(0, S.BV, gl.SliceLayout(0, L)),
+        )
         m_k = o_k < S.K
         p = (state + head * (S.K * S.V) + column + o_k * S.V)[:, None] + o_c[None, :]
         p_k = late.k + head * (S.ROUND * S.BK) + o_k

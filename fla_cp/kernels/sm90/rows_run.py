@@ -66,8 +66,7 @@ PACE = 1
 """How many tiles such a program has on their way, beside the one that it asks for, before the
 kernel ahead has ended. With more, that kernel waits longer for its own inputs."""
 
-APART, STATE_REGISTERS = 0, 0
-WARPS, STATE_WARPS, SUM_WARPS = 4, 4, 16
+WARPS, SUM_WARPS = 4, 16
 """Warps of a program, which have to be four where they multiply, and of a sum of parts."""
 
 REGISTERS = 96
@@ -290,8 +289,8 @@ class RowsRun:
         BV = min(V, max(16, STATE // BK))
         programs, slots = min(heads, TOGETHER * self.programs), max(2, STATES // (4 * BK * BV))
         S = StateShape(
-            B, H, HV, K, V, BK, BV, programs, ROUND, slots, PACE, STATE_WARPS, rule.gate, rule.per_head,
-            rule.removal == "k", rule.beta_factor is not None, s.activation == "silu", APART, self.early,
+            B, H, HV, K, V, BK, BV, programs, ROUND, slots, PACE, WARPS, rule.gate, rule.per_head,
+            rule.removal == "k", rule.beta_factor is not None, s.activation == "silu", self.early,
         )  # fmt: skip
         self.deferred.append(Deferred(s.state, self.steps[len(self.deferred)], S))
         given = (
@@ -308,11 +307,10 @@ class RowsRun:
             s.o_eps,
             S,
         )
-        warps, registers = STATE_WARPS, STATE_REGISTERS or None
         launch = partial(launch_early, rows_state_kernel, (programs, 1), *given, early=self.early)
 
         def call(_: Tensor) -> None:
-            launch(num_warps=warps, maxnreg=registers)
+            launch(num_warps=WARPS)
             if not s.state.is_inference():
                 torch.autograd.graph.increment_version(s.state)
 

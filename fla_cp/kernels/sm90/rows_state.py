@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fla_cp.kernels.sm90.rows_deferred import load_updates, store_update, turn_of, updates_layout
 from fla_cp.kernels.sm90.rows_product import allow_next, over, wait_for_last
-from fla_cp.kernels.sm90.step_layouts import VECTOR, columns_of_warps, matrix, of_each_warp
+from fla_cp.kernels.sm90.step_layouts import VECTOR, columns_of_warps, of_each_warp
 from fla_cp.kernels.sm90.step_mix import add_three, add_two, decay_of
 from fla_cp.kernels.sm90.step_words import sigmoid
 from fla_cp.kernels.sm90.tma import barrier
@@ -57,7 +57,6 @@ class StateShape(NamedTuple):
     REMOVES: bool
     SIGMOID: bool
     SILU: bool
-    APART: int
     EARLY: bool
 
 
@@ -121,7 +120,7 @@ def rows_state_kernel(
     updated in place, with late: `Updates`. x: `Rows` [B, D], q, k and v behind the convolution;
     decay: `Gate`; gate: `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
     allow_next(S.EARLY)
-    L: gl.constexpr = columns_of_warps(S.BV, S.APART, S.WARPS) if S.APART else matrix(S.BV, 4, S.WARPS)
+    L: gl.constexpr = columns_of_warps(S.BV, 4, S.WARPS)
     OF_K: gl.constexpr = gl.SliceLayout(1, L)
     OF_V: gl.constexpr = gl.SliceLayout(0, L)
     ALL_V: gl.constexpr = of_each_warp(S.V, S.WARPS)
