@@ -56,55 +56,41 @@ class Deferred:
 
 @gluon.constexpr_function
 def updates_layout(columns, S):
-    """The updates of a head [ROUND, columns]: each warp has some of them."""
-    size = [max(1, S.ROUND // S.WARPS), max(1, columns // 32)]
-    return gl.BlockedLayout(size, [1, 32], [S.WARPS, 1], [1, 0])
+    """Updates of some heads [WARPS, ROUND, columns]: each warp has those of a head."""
+    each = max(1, columns // 32)
+    return gl.BlockedLayout([1, S.ROUND, each], [1, 1, 32], [S.WARPS, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
 def turn_of(head, steps, S: gl.constexpr):
-    """Where a head is in its round of ROUND steps, in the last of which it writes its state, and
-    how many updates its state lacks. steps: how many steps there were since all states were up to
-    date. Of the heads of a program, which are P apart, few write in the same step."""
+    """Where heads are in their rounds of ROUND steps, in the last of which they write their states,
+    and how many updates their states lack. steps: how many steps there were since all states were
+    up to date. Of the heads of a program, which are P apart, few write in the same step."""
     turn = (steps + head + head // S.P * max_of(1, S.ROUND // 4)) % S.ROUND
     return turn, gl.minimum(steps, turn)
 
 
 @gluon.jit
-def load_updates(late, head, steps, S: gl.constexpr):
-    """k [ROUND, BK] of a head, with the decay as the last row, and u [ROUND, V]. Rows without an
-    update are zero, the decay, too, if there is none. So nothing waits for the loads yet."""
-    LK: gl.constexpr = updates_layout(S.BK, S)
-    LU: gl.constexpr = updates_layout(S.V, S)
-    _, held = turn_of(head, steps, S)
-    o_e, o_k = (
-        gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)),
-        gl.arange(0, S.BK, gl.SliceLayout(0, LK)),
-    )
-    there = (o_e < held) | ((o_e == S.ROUND - 1) & (held > 0))
-    p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
-    b_k = gl.load(p, mask=there[:, None], other=0.0)
-    o_e, o_v = (
-        gl.arange(0, S.ROUND, gl.SliceLayout(1, LU)),
-        gl.arange(0, S.V, gl.SliceLayout(0, LU)),
-    )
-    p = (late.u + (head * S.ROUND + o_e) * S.V)[:, None] + o_v[None, :]
-    return b_k, gl.load(p, mask=(o_e < held)[:, None], other=0.0)
+def rows_of(ptr, head, N: gl.constexpr, S: gl.constexpr):
+    """Pointers to updates [WARPS, ROUND, N] of heads [WARPS], and the numbers of the updates."""
+    L: gl.constexpr = updates_layout(N, S)
+    o_e = gl.arange(0, S.ROUND, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+    o_n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+    p = ptr + (head[:, None] * S.ROUND + o_e) * N
+    return p[:, :, None] + o_n[None, :, :], o_e
 
 
 @gluon.jit
-def store_update(late, head, held, b_keys, b_k, b_u, o_v, S: gl.constexpr):
-    """Adds the update b_k b_u^T to those of a head, whose keys are b_keys by now. o_v: the
-    columns of b_u."""
-    LK: gl.constexpr = updates_layout(S.BK, S)
-    o_e, o_k = (
-        gl.arange(0, S.ROUND, gl.SliceLayout(1, LK)),
-        gl.arange(0, S.BK, gl.SliceLayout(0, LK)),
-    )
-    b_keys = gl.where((o_e == held)[:, None], b_k[None, :], b_keys)
-    p = (late.k + (head * S.ROUND + o_e) * S.BK)[:, None] + o_k[None, :]
-    gl.store(p, b_keys, mask=((o_e <= held) | (o_e == S.ROUND - 1))[:, None])
-    gl.store(late.u + (head * S.ROUND + held) * S.V + o_v, b_u)
+def load_updates(late, head_k, head_v, steps, S: gl.constexpr):
+    """k [WARPS, ROUND, BK] of heads, with the decays as the last rows, and u [WARPS, ROUND, V].
+    Rows without an update are zero, and a decay if there is no update."""
+    _, held = turn_of(head_k, steps, S)
+    p, o_e = rows_of(late.k, head_k, S.BK, S)
+    there = (o_e < held[:, None]) | ((o_e == S.ROUND - 1) & (held > 0)[:, None])
+    b_k = gl.load(p, mask=there[:, :, None], other=0.0)
+    _, held = turn_of(head_v, steps, S)
+    p, o_e = rows_of(late.u, head_v, S.V, S)
+    return b_k, gl.load(p, mask=(o_e < held[:, None])[:, :, None], other=0.0)
 
 
 @gluon.jit

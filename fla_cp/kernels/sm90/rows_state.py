@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from fla_cp.kernels.sm90.rows_deferred import load_updates, store_update, turn_of, updates_layout
+from fla_cp.kernels.sm90.rows_deferred import load_updates, rows_of, turn_of, updates_layout
 from fla_cp.kernels.sm90.rows_product import allow_next, over, wait_for_last
-from fla_cp.kernels.sm90.step_layouts import VECTOR, columns_of_warps, of_each_warp
+from fla_cp.kernels.sm90.step_layouts import VECTOR, columns_of_warps
 from fla_cp.kernels.sm90.step_mix import add_three, add_two, decay_of
 from fla_cp.kernels.sm90.step_words import sigmoid
 from fla_cp.kernels.sm90.tma import barrier
@@ -60,9 +60,10 @@ class StateShape(NamedTuple):
     EARLY: bool
 
 
-class Head(NamedTuple):
-    """What a head reads besides its state: q and k [BK], raw; g and shift, whose sum is the raw
-    decay, [BK] or one number, and its rate; v and gate [V]; beta, or rate if there is none."""
+class Heads(NamedTuple):
+    """What heads, one of each warp, read besides their states: q and k [WARPS, BK], raw; g and
+    shift, whose sum is the raw decay, [WARPS, BK] or [WARPS], and its rate [WARPS]; v and gate
+    [WARPS, V]; beta [WARPS], or rate if there is none."""
 
     q: gl.tensor
     k: gl.tensor
@@ -84,32 +85,45 @@ def copy_state(states, places, ready, i_p, step, S: gl.constexpr):
     tma.async_copy_global_to_shared(states, at, ready.index(slot), places.index(slot))
 
 
+@gluon.constexpr_function
+def heads_layout(columns, S):
+    """A row [columns] of a head in each warp."""
+    return gl.BlockedLayout([1, max(1, columns // 32)], [1, 32], [S.WARPS, 1], [1, 0])
+
+
 @gluon.jit
-def load_head(x, decay, gate, beta, head, S: gl.constexpr):
-    """What is read of a head, counted through all sequences."""
-    o_k = gl.arange(0, S.BK, of_each_warp(S.BK, S.WARPS))
-    o_v = gl.arange(0, S.V, of_each_warp(S.V, S.WARPS))
-    i_n, i_h = head // S.HV, head % S.HV
-    p_x = x.ptr + i_n * x.row
-    p_q = p_x + i_h // (S.HV // S.H) * S.K + o_k
-    p_g, p_shift = decay.g + i_n * decay.row, decay.dt_bias
-    q, k = (
-        gl.load(p_q, mask=o_k < S.K, other=0.0),
-        gl.load(p_q + S.H * S.K, mask=o_k < S.K, other=0.0),
-    )
+def heads_of(first, n, i_p, L: gl.constexpr, S: gl.constexpr):
+    """The heads of a program from its number `first` on, one for each warp, counted through all
+    sequences; the last one instead of those that do not exist. Also which of them exist."""
+    i = first + gl.arange(0, S.WARPS, L)
+    return i_p + gl.minimum(i, n - 1) * S.P, i < n
+
+
+@gluon.jit
+def load_heads(x, decay, gate, beta, head_k, head_v, S: gl.constexpr):
+    """What is read of heads, which are given in the layouts of rows of K and of V."""
+    o_k = gl.arange(0, S.BK, gl.SliceLayout(0, heads_layout(S.BK, S)))[None, :]
+    o_v = gl.arange(0, S.V, gl.SliceLayout(0, heads_layout(S.V, S)))[None, :]
+    m_k = o_k < S.K
+    i_n, i_h = head_k // S.HV, head_k % S.HV
+    p_q = x.ptr + (i_n * x.row + i_h // (S.HV // S.H) * S.K)[:, None] + o_k
+    q = gl.load(p_q, mask=m_k, other=0.0)
+    k = gl.load(p_q + S.H * S.K, mask=m_k, other=0.0)
+    p_g, p_shift = decay.g + i_n * decay.row, decay.dt_bias + 0 * i_n
     if S.HEAD:
         g, shift = gl.load(p_g + i_h), gl.load(p_shift + i_h)
     else:
-        at = i_h * S.K + o_k
-        g = gl.load(p_g + at, mask=o_k < S.K, other=0.0)
-        shift = gl.load(p_shift + at, mask=o_k < S.K, other=0.0)
+        at = i_h[:, None] * S.K + o_k
+        g = gl.load(p_g[:, None] + at, mask=m_k, other=0.0)
+        shift = gl.load(p_shift[:, None] + at, mask=m_k, other=0.0)
     rate = gl.load(decay.A_log + i_h)
-    v = gl.load(p_x + 2 * S.H * S.K + i_h * S.V + o_v)
-    a = gl.load(gate.ptr + i_n * gate.row + i_h * S.V + o_v)
     b = rate
     if beta.ptr is not None:
         b = gl.load(beta.ptr + i_n * beta.row + i_h)
-    return Head(q, k, g, shift, rate, v, a, b)
+    i_n, i_h = head_v // S.HV, head_v % S.HV
+    v = gl.load(x.ptr + (i_n * x.row + 2 * S.H * S.K + i_h * S.V)[:, None] + o_v)
+    a = gl.load(gate.ptr + (i_n * gate.row + i_h * S.V)[:, None] + o_v)
+    return Heads(q, k, g, shift, rate, v, a, b)
 
 
 @gluon.jit
@@ -123,21 +137,31 @@ def rows_state_kernel(
     L: gl.constexpr = columns_of_warps(S.BV, 4, S.WARPS)
     OF_K: gl.constexpr = gl.SliceLayout(1, L)
     OF_V: gl.constexpr = gl.SliceLayout(0, L)
-    ALL_V: gl.constexpr = of_each_warp(S.V, S.WARPS)
-    LK: gl.constexpr = updates_layout(S.BK, S)
-    LV: gl.constexpr = updates_layout(S.V, S)
+    LK: gl.constexpr = heads_layout(S.BK, S)
+    LV: gl.constexpr = heads_layout(S.V, S)
+    UK: gl.constexpr = updates_layout(S.BK, S)
+    UV: gl.constexpr = updates_layout(S.V, S)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     TILES: gl.constexpr = over(S.V, S.BV)
     LAST: gl.constexpr = S.ROUND - 1
     i_p = gl.program_id(0)
     n = (S.B * S.HV - i_p + S.P - 1) // S.P
 
     places = gl.allocate_shared_memory(gl.float32, [S.SLOTS, S.BK, S.BV], states.layout)
-    # q, k and the decay, of four places, which have to be a power of two; v, the output, q with
-    # the updates, and the new update
-    of_keys = gl.allocate_shared_memory(gl.float32, [4 * S.BK], VECTOR)
-    of_values = gl.allocate_shared_memory(gl.float32, [4 * S.V], VECTOR)
-    late_keys = gl.allocate_shared_memory(gl.float32, [S.ROUND * S.BK], VECTOR)
-    late_values = gl.allocate_shared_memory(gl.float32, [S.ROUND * S.V], VECTOR)
+    # of each head: what q and beta k read from its state, k, and the decay; beta v or the update,
+    # and the output
+    rows_q = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
+    rows_r = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
+    rows_k = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
+    rows_a = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
+    rows_u = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
+    rows_o = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
+    each_q = rows_q._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
+    each_r = rows_r._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
+    each_k = rows_k._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
+    each_a = rows_a._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
+    each_u = rows_u._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
+    each_o = rows_o._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
     ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
     for first in gl.static_range(S.SLOTS):
         mbarrier.init(ready.index(first), count=1)
@@ -150,92 +174,112 @@ def rows_state_kernel(
                 mbarrier.wait(ready.index(first - S.PACE), 0)
 
     o_k, o_c = gl.arange(0, S.BK, OF_K), gl.arange(0, S.BV, OF_V)
-    o_v = gl.arange(0, S.V, ALL_V)
+    o_v = gl.arange(0, S.V, gl.SliceLayout(0, LV))[None, :]
     b_norm = gl.load(norm + o_v).to(gl.float32)
     steps = gl.load(late.steps) - 1
-    late_k, late_u = load_updates(late, i_p, steps, S)
+    of_k, _ = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+    of_v, _ = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
+    late_k, late_u = load_updates(late, of_k, of_v, steps, S)
     wait_for_last(S.EARLY)
-    now = load_head(x, decay, gate, beta, i_p, S)
-    o_e = gl.arange(0, S.ROUND, gl.SliceLayout(1, LK))
-    for i in range(n):
-        head = i_p + i * S.P
-        turn, held = turn_of(head, steps, S)
-        # Loads of the next head are under way while this one is computed.
-        following = gl.where(i + 1 < n, head + S.P, head)
-        coming = load_head(x, decay, gate, beta, following, S)
-        coming_k, coming_u = load_updates(late, following, steps, S)
+    for group in range((n + S.WARPS - 1) // S.WARPS):
+        begin = group * S.WARPS
+        head_k, _ = heads_of(begin, n, i_p, gl.SliceLayout(1, LK), S)
+        head_v, there = heads_of(begin, n, i_p, gl.SliceLayout(1, LV), S)
+        now = load_heads(x, decay, gate, beta, head_k, head_v, S)
         q, k = now.q.to(gl.float32), now.k.to(gl.float32)
-        qq, kk, qk = gl.reduce((q * q, k * k, q * k), 0, add_three)
+        qq, kk, qk = gl.reduce((q * q, k * k, q * k), 1, add_three)
         q_size, k_size = scale * gl.rsqrt(qq + EPS), gl.rsqrt(kk + EPS)
-        alpha = decay_of(now.g.to(gl.float32) + now.shift, gl.exp(now.rate), decay.bound, S.KIND)
-        of_keys.slice(0, S.BK).store(q * q_size)
-        of_keys.slice(S.BK, S.BK).store(k * k_size)
-        b_keys = gl.where(((o_e == LAST) & (held == 0))[:, None], 1.0, late_k)
+        q *= q_size[:, None]
+        k *= k_size[:, None]
+        qk *= q_size * k_size
         if S.HEAD:
-            b_keys *= alpha
+            raw = now.g.to(gl.float32) + now.shift
+            alpha = decay_of(raw, gl.exp(now.rate), decay.bound, S.KIND)[:, None] + 0.0 * k
         else:
-            of_keys.slice(2 * S.BK, S.BK).store(alpha)
-            b_keys *= of_keys.slice(2 * S.BK, S.BK).load(gl.SliceLayout(0, LK))[None, :]
-        late_keys.store(gl.reshape(b_keys, [S.ROUND * S.BK]))
-        q_all = of_keys.slice(0, S.BK).load(gl.SliceLayout(0, LK))
-        k_all = of_keys.slice(S.BK, S.BK).load(gl.SliceLayout(0, LK))
-        q_late, k_late = gl.reduce((b_keys * q_all[None, :], b_keys * k_all[None, :]), 1, add_two)
-        q_late = gl.convert_layout(q_late, gl.SliceLayout(1, LV))[:, None] * late_u
-        k_late = gl.convert_layout(k_late, gl.SliceLayout(1, LV))[:, None] * late_u
-        q_late, k_late = gl.reduce((q_late, k_late), 0, add_two)
-        b_v = now.v.to(gl.float32)
-        if S.REMOVES:
-            b_v -= gl.convert_layout(k_late, ALL_V)
-        of_values.slice(0, S.V).store(b_v)
-        of_values.slice(2 * S.V, S.V).store(q_late)
-        if turn == LAST:
-            late_values.store(gl.reshape(late_u, [S.ROUND * S.V]))
-        factor = 1.0
+            raw = now.g.to(gl.float32) + now.shift
+            alpha = decay_of(raw, gl.exp(now.rate)[:, None], decay.bound, S.KIND)
+        factor = gl.full([S.WARPS], 1.0, gl.float32, gl.SliceLayout(1, LK))
         if beta.ptr is not None:
             factor = now.beta.to(gl.float32)
             if S.SIGMOID:
                 factor = beta.factor * sigmoid(factor)
-        for tile in gl.static_range(TILES):
-            step = i * TILES + tile
-            slot = step % S.SLOTS
-            b_q, b_k = of_keys.slice(0, S.BK).load(OF_K), of_keys.slice(S.BK, S.BK).load(OF_K)
-            b_u = of_values.slice(tile * S.BV, S.BV).load(OF_V)
-            b_o = of_values.slice(2 * S.V + tile * S.BV, S.BV).load(OF_V)
-            mbarrier.wait(ready.index(slot), (step // S.SLOTS) & 1)
-            b_S = places.index(slot).load(L)
-            barrier()
-            if step + S.SLOTS < n * TILES:
-                copy_state(states, places, ready, i_p, step + S.SLOTS, S)
-            if S.BK != S.K:
-                b_S = gl.where((o_k < S.K)[:, None], b_S, 0.0)  # beyond it is the next head
-            b_S *= late_keys.slice(LAST * S.BK, S.BK).load(OF_K)[:, None]
-            of_q, of_k = gl.reduce((b_q[:, None] * b_S, b_k[:, None] * b_S), 0, add_two)
-            if S.REMOVES:
-                b_u -= of_k
-            b_u *= factor
-            b_o += of_q + (q_size * k_size * qk) * b_u
-            of_values.slice(S.V + tile * S.BV, S.BV).store(b_o)
-            of_values.slice(3 * S.V + tile * S.BV, S.BV).store(b_u)
-            if turn == LAST:
-                b_S += b_k[:, None] * b_u[None, :]
-                for e in gl.static_range(LAST):
-                    l_k = late_keys.slice(e * S.BK, S.BK).load(OF_K)
-                    l_u = late_values.slice(e * S.V + tile * S.BV, S.BV).load(OF_V)
-                    b_S += l_k[:, None] * l_u[None, :]
-                p = state + head * (S.K * S.V) + tile * S.BV
-                p = (p + o_k * S.V)[:, None] + o_c[None, :]
-                if S.BK == S.K:
-                    gl.store(p, b_S)
-                else:
-                    gl.store(p, b_S, mask=(o_k < S.K)[:, None])
-        if turn < LAST:
-            b_new = of_values.slice(3 * S.V, S.V).load(ALL_V)
-            store_update(late, head, held, b_keys, k_all, b_new, o_v, S)
-        b_o = of_values.slice(S.V, S.V).load(ALL_V)
-        b_a = now.gate.to(gl.float32)
-        b_o *= gl.rsqrt(gl.sum(b_o * b_o, 0) / S.V + eps) * b_norm * sigmoid(b_a)
+
+        # The updates so far, and what q and k read from them.
+        of_k, there_k = heads_of(begin, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+        turn, held = turn_of(of_k, steps, S)
+        p, o_e = rows_of(late.k, of_k, S.BK, S)
+        none = (o_e == LAST) & (held == 0)[:, None]
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, UK))[:, None, :]
+        late_k = gl.where(none[:, :, None], 1.0, late_k) * alpha
+        b_q = gl.convert_layout(q, gl.SliceLayout(1, UK))[:, None, :]
+        b_k = gl.convert_layout(k, gl.SliceLayout(1, UK))[:, None, :]
+        q_u, k_u = gl.reduce((late_k * b_q, late_k * b_k), 2, add_two)
+        q_u = gl.convert_layout(q_u, gl.SliceLayout(2, UV))[:, :, None] * late_u
+        k_u = gl.convert_layout(k_u, gl.SliceLayout(2, UV))[:, :, None] * late_u
+        q_u, k_u = gl.reduce((q_u, k_u), 1, add_two)
+        q_u, k_u = gl.convert_layout(q_u, LV), gl.convert_layout(k_u, LV)
+        b_a = gl.sum(gl.where((o_e == LAST)[:, :, None], late_k, 0.0), 1)
+        b_a = gl.convert_layout(b_a, LK)
+        kept = there_k[:, None] & ((o_e <= held[:, None]) | (o_e == LAST))
+        late_k = gl.where((o_e == held[:, None])[:, :, None], b_k, late_k)
+        gl.store(p, late_k, mask=kept[:, :, None])
+
+        rows_q.store(q * b_a)
+        rows_r.store(k * b_a * factor[:, None])
+        rows_k.store(k)
+        rows_a.store(b_a)
+        b_v = now.v.to(gl.float32)
+        if S.REMOVES:
+            b_v -= k_u
+        rows_u.store(b_v * gl.convert_layout(factor, gl.SliceLayout(1, LV))[:, None])
+        for own in range(gl.minimum(n - begin, S.WARPS)):
+            head = i_p + (begin + own) * S.P
+            own_turn, own_held = turn_of(head, steps, S)
+            for tile in gl.static_range(TILES):
+                step = (begin + own) * TILES + tile
+                slot = step % S.SLOTS
+                t_q, t_r = each_q.index(own).load(OF_K), each_r.index(own).load(OF_K)
+                t_u = each_u.index(own).slice(tile * S.BV, S.BV).load(OF_V)
+                mbarrier.wait(ready.index(slot), (step // S.SLOTS) & 1)
+                b_S = places.index(slot).load(L)
+                barrier()
+                if step + S.SLOTS < n * TILES:
+                    copy_state(states, places, ready, i_p, step + S.SLOTS, S)
+                if S.BK != S.K:
+                    b_S = gl.where((o_k < S.K)[:, None], b_S, 0.0)  # beyond it is the next head
+                t_o, t_w = gl.reduce((t_q[:, None] * b_S, t_r[:, None] * b_S), 0, add_two)
+                if S.REMOVES:
+                    t_u -= t_w
+                each_o.index(own).slice(tile * S.BV, S.BV).store(t_o)
+                each_u.index(own).slice(tile * S.BV, S.BV).store(t_u)
+                if own_turn == LAST:
+                    l_k = each_k.index(own).load(OF_K)
+                    b_S *= each_a.index(own).load(OF_K)[:, None]
+                    b_S += l_k[:, None] * t_u[None, :]
+                    # other threads of this program have stored k, several barriers ago
+                    p_k = late.k + head * (S.ROUND * S.BK) + o_k
+                    p_u = late.u + head * (S.ROUND * S.V) + tile * S.BV + o_c
+                    for e in range(own_held):
+                        l_k, l_u = gl.load(p_k), gl.load(p_u)
+                        b_S += l_k[:, None] * l_u[None, :]
+                        p_k, p_u = p_k + S.BK, p_u + S.V
+                    p_S = state + head * (S.K * S.V) + tile * S.BV
+                    p_S = (p_S + o_k * S.V)[:, None] + o_c[None, :]
+                    if S.BK == S.K:
+                        gl.store(p_S, b_S)
+                    else:
+                        gl.store(p_S, b_S, mask=(o_k < S.K)[:, None])
+
+        b_u, b_o = rows_u.load(LV), rows_o.load(LV)
+        turn, held = turn_of(head_v, steps, S)
+        p = late.u + ((head_v * S.ROUND + held) * S.V)[:, None] + o_v
+        gl.store(p, b_u, mask=(there & (turn < LAST))[:, None])
+        b_o += q_u + gl.convert_layout(qk, gl.SliceLayout(1, LV))[:, None] * b_u
+        b_g = now.gate.to(gl.float32)
+        b_o *= gl.rsqrt(gl.sum(b_o * b_o, 1) / S.V + eps)[:, None] * b_norm * sigmoid(b_g)
         if S.SILU:
-            b_o *= b_a
-        gl.store(o + head * S.V + o_v, b_o.to(gl.bfloat16))
-        now = coming
-        late_k, late_u = coming_k, coming_u
+            b_o *= b_g
+        gl.store(o + (head_v * S.V)[:, None] + o_v, b_o.to(gl.bfloat16), mask=there[:, None])
+        of_k, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+        of_v, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
+        late_k, late_u = load_updates(late, of_k, of_v, steps, S)
