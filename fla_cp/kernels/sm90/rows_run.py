@@ -69,6 +69,7 @@ kernel ahead has ended. With more, that kernel waits longer for its own inputs."
 WARPS, SUM_WARPS = 4, 16
 """Warps of a program, which have to be four where they multiply, and of a sum of parts."""
 
+STATE_REGISTERS = 128
 REGISTERS = 96
 """Registers of a thread of products on average. The warps that multiply take those of the warp that
 copies; without a limit, a program would take all that an SM has."""
@@ -310,7 +311,7 @@ class RowsRun:
         launch = partial(launch_early, rows_state_kernel, (programs, 1), *given, early=self.early)
 
         def call(_: Tensor) -> None:
-            launch(num_warps=WARPS)
+            launch(num_warps=WARPS, maxnreg=STATE_REGISTERS)
             if not s.state.is_inference():
                 torch.autograd.graph.increment_version(s.state)
 

@@ -76,13 +76,19 @@ class Heads(NamedTuple):
 
 
 @gluon.jit
-def copy_state(states, places, ready, i_p, step, S: gl.constexpr):
-    """Starts the copy of a program's tile number `step` to the place that it takes its turn in."""
+def copy_states(states, places, ready, free, i_p, n, S: gl.constexpr):
+    """Copies the states of n heads, tile by tile, to places that take turns."""
     TILES: gl.constexpr = over(S.V, S.BV)
-    head, slot = i_p + step // TILES * S.P, step % S.SLOTS
-    mbarrier.expect(ready.index(slot), states.block_type.nbytes)
-    at = [head * S.K, step % TILES * S.BV]
-    tma.async_copy_global_to_shared(states, at, ready.index(slot), places.index(slot))
+    for step in range(n * TILES):
+        slot, lap = step % S.SLOTS, step // S.SLOTS
+        if lap > 0:
+            mbarrier.wait(free.index(slot), (lap - 1) & 1)
+        elif step > S.PACE:
+            mbarrier.wait(ready.index((step - 1 - S.PACE) % S.SLOTS), 0)
+        bar = ready.index(slot)
+        mbarrier.expect(bar, states.block_type.nbytes)
+        at = [(i_p + step // TILES * S.P) * S.K, step % TILES * S.BV]
+        tma.async_copy_global_to_shared(states, at, bar, places.index(slot))
 
 
 @gluon.constexpr_function
@@ -127,13 +133,11 @@ def load_heads(x, decay, gate, beta, head_k, head_v, S: gl.constexpr):
 
 
 @gluon.jit
-def rows_state_kernel(
-    states, state, x, decay, gate, beta, late, norm, o, scale, eps, S: gl.constexpr
-):
-    """states: a TMA descriptor of tiles [BK, BV] of state [B, HV, K, V], fp32, dense, which is
-    updated in place, with late: `Updates`. x: `Rows` [B, D], q, k and v behind the convolution;
-    decay: `Gate`; gate: `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
-    allow_next(S.EARLY)
+def run_heads(
+    places, ready, free, i_p, n, state, x, decay, gate, beta, late, norm, o, scale, eps,
+    S: gl.constexpr,
+):  # fmt: skip
+    """The recurrence of n heads, whose states are copied to `places`."""
     L: gl.constexpr = columns_of_warps(S.BV, 4, S.WARPS)
     OF_K: gl.constexpr = gl.SliceLayout(1, L)
     OF_V: gl.constexpr = gl.SliceLayout(0, L)
@@ -144,10 +148,6 @@ def rows_state_kernel(
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     TILES: gl.constexpr = over(S.V, S.BV)
     LAST: gl.constexpr = S.ROUND - 1
-    i_p = gl.program_id(0)
-    n = (S.B * S.HV - i_p + S.P - 1) // S.P
-
-    places = gl.allocate_shared_memory(gl.float32, [S.SLOTS, S.BK, S.BV], states.layout)
     # of each head: what q and beta k read from its state, k, and the decay; beta v or the update,
     # and the output
     rows_q = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
@@ -162,17 +162,6 @@ def rows_state_kernel(
     each_a = rows_a._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
     each_u = rows_u._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
     each_o = rows_o._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
-    ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
-    for first in gl.static_range(S.SLOTS):
-        mbarrier.init(ready.index(first), count=1)
-    fence_async_shared()
-    barrier()
-    for first in gl.static_range(S.SLOTS):
-        if first < n * TILES:
-            copy_state(states, places, ready, i_p, first, S)
-            if first >= S.PACE:
-                mbarrier.wait(ready.index(first - S.PACE), 0)
-
     o_k, o_c = gl.arange(0, S.BK, OF_K), gl.arange(0, S.BV, OF_V)
     o_v = gl.arange(0, S.V, gl.SliceLayout(0, LV))[None, :]
     b_norm = gl.load(norm + o_v).to(gl.float32)
@@ -243,8 +232,7 @@ def rows_state_kernel(
                 mbarrier.wait(ready.index(slot), (step // S.SLOTS) & 1)
                 b_S = places.index(slot).load(L)
                 barrier()
-                if step + S.SLOTS < n * TILES:
-                    copy_state(states, places, ready, i_p, step + S.SLOTS, S)
+                mbarrier.arrive(free.index(slot), count=1)
                 if S.BK != S.K:
                     b_S = gl.where((o_k < S.K)[:, None], b_S, 0.0)  # beyond it is the next head
                 t_o, t_w = gl.reduce((t_q[:, None] * b_S, t_r[:, None] * b_S), 0, add_two)
@@ -283,3 +271,29 @@ def rows_state_kernel(
         of_k, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
         of_v, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
         late_k, late_u = load_updates(late, of_k, of_v, steps, S)
+
+
+@gluon.jit
+def rows_state_kernel(
+    states, state, x, decay, gate, beta, late, norm, o, scale, eps, S: gl.constexpr
+):
+    """states: a TMA descriptor of tiles [BK, BV] of state [B, HV, K, V], fp32, dense, which is
+    updated in place, with late: `Updates`. x: `Rows` [B, D], q, k and v behind the convolution;
+    decay: `Gate`; gate: `Rows` [B, HV * V]; beta: `Beta`; norm [V]; o [B, HV * V]."""
+    allow_next(S.EARLY)
+    i_p = gl.program_id(0)
+    n = (S.B * S.HV - i_p + S.P - 1) // S.P
+    places = gl.allocate_shared_memory(gl.float32, [S.SLOTS, S.BK, S.BV], states.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S.SLOTS):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    barrier()
+    # fmt: off
+    gl.warp_specialize([
+        (run_heads, (places, ready, free, i_p, n, state, x, decay, gate, beta, late, norm, o, scale, eps, S)),
+        (copy_states, (states, places, ready, free, i_p, n, S)),
+    ], [1], [40])
+    # fmt: on
