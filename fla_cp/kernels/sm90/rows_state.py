@@ -100,9 +100,14 @@ def heads_layout(columns, S):
 @gluon.jit
 def heads_of(first, n, i_p, L: gl.constexpr, S: gl.constexpr):
     """The heads of a program from its number `first` on, one for each warp, counted through all
-    sequences; the last one instead of those that do not exist. Also which of them exist."""
-    i = first + gl.arange(0, S.WARPS, L)
-    return i_p + gl.minimum(i, n - 1) * S.P, i < n
+    sequences; the last one instead of those that do not exist."""
+    return i_p + gl.minimum(first + gl.arange(0, S.WARPS, L), n - 1) * S.P
+
+
+@gluon.jit
+def exist(first, n, L: gl.constexpr, S: gl.constexpr):
+    """Which of these heads exist."""
+    return first + gl.arange(0, S.WARPS, L) < n
 
 
 @gluon.jit
@@ -156,6 +161,12 @@ def run_heads(
     rows_a = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
     rows_u = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
     rows_o = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
+    # its updates
+    UPDATES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    rows_late_k = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.ROUND, S.BK], UPDATES)
+    rows_late_u = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.ROUND, S.V], UPDATES)
+    each_late_k = rows_late_k._reinterpret(gl.float32, [S.WARPS * S.ROUND, S.BK], VECTOR)
+    each_late_u = rows_late_u._reinterpret(gl.float32, [S.WARPS * S.ROUND, S.V], VECTOR)
     each_q = rows_q._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
     each_r = rows_r._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
     each_k = rows_k._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
@@ -166,14 +177,15 @@ def run_heads(
     o_v = gl.arange(0, S.V, gl.SliceLayout(0, LV))[None, :]
     b_norm = gl.load(norm + o_v).to(gl.float32)
     steps = gl.load(late.steps) - 1
-    of_k, _ = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
-    of_v, _ = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
+    of_k = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+    of_v = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
     late_k, late_u = load_updates(late, of_k, of_v, steps, S)
     wait_for_last(S.EARLY)
     for group in range((n + S.WARPS - 1) // S.WARPS):
         begin = group * S.WARPS
-        head_k, _ = heads_of(begin, n, i_p, gl.SliceLayout(1, LK), S)
-        head_v, there = heads_of(begin, n, i_p, gl.SliceLayout(1, LV), S)
+        head_k = heads_of(begin, n, i_p, gl.SliceLayout(1, LK), S)
+        head_v = heads_of(begin, n, i_p, gl.SliceLayout(1, LV), S)
+        there = exist(begin, n, gl.SliceLayout(1, LV), S)
         now = load_heads(x, decay, gate, beta, head_k, head_v, S)
         q, k = now.q.to(gl.float32), now.k.to(gl.float32)
         qq, kk, qk = gl.reduce((q * q, k * k, q * k), 1, add_three)
@@ -194,7 +206,7 @@ def run_heads(
                 factor = beta.factor * sigmoid(factor)
 
         # The updates so far, and what q and k read from them.
-        of_k, there_k = heads_of(begin, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+        there_k = exist(begin, n, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
         turn, held = turn_of(of_k, steps, S)
         p, o_e = rows_of(late.k, of_k, S.BK, S)
         none = (o_e == LAST) & (held == 0)[:, None]
@@ -209,10 +221,13 @@ def run_heads(
         q_u, k_u = gl.convert_layout(q_u, LV), gl.convert_layout(k_u, LV)
         b_a = gl.sum(gl.where((o_e == LAST)[:, :, None], late_k, 0.0), 1)
         b_a = gl.convert_layout(b_a, LK)
-        kept = there_k[:, None] & ((o_e <= held[:, None]) | (o_e == LAST))
-        late_k = gl.where((o_e == held[:, None])[:, :, None], b_k, late_k)
-        gl.store(p, late_k, mask=kept[:, :, None])
+        kept = (o_e <= held[:, None]) | (o_e == LAST)
+        kept &= (there_k & (turn < LAST))[:, None]
+        now_k = gl.where((o_e == held[:, None])[:, :, None], b_k, late_k)
+        gl.store(p, now_k, mask=kept[:, :, None])
 
+        rows_late_k.store(late_k)
+        rows_late_u.store(late_u)
         rows_q.store(q * b_a)
         rows_r.store(k * b_a * factor[:, None])
         rows_k.store(k)
@@ -244,13 +259,11 @@ def run_heads(
                     l_k = each_k.index(own).load(OF_K)
                     b_S *= each_a.index(own).load(OF_K)[:, None]
                     b_S += l_k[:, None] * t_u[None, :]
-                    # other threads of this program have stored k, several barriers ago
-                    p_k = late.k + head * (S.ROUND * S.BK) + o_k
-                    p_u = late.u + head * (S.ROUND * S.V) + tile * S.BV + o_c
-                    for e in range(own_held):
-                        l_k, l_u = gl.load(p_k), gl.load(p_u)
+                    for e in gl.static_range(LAST):
+                        l_k = each_late_k.index(own * S.ROUND + e).load(OF_K)
+                        l_u = each_late_u.index(own * S.ROUND + e)
+                        l_u = l_u.slice(tile * S.BV, S.BV).load(OF_V)
                         b_S += l_k[:, None] * l_u[None, :]
-                        p_k, p_u = p_k + S.BK, p_u + S.V
                     p_S = state + head * (S.K * S.V) + tile * S.BV
                     p_S = (p_S + o_k * S.V)[:, None] + o_c[None, :]
                     if S.BK == S.K:
@@ -268,8 +281,8 @@ def run_heads(
         if S.SILU:
             b_o *= b_g
         gl.store(o + (head_v * S.V)[:, None] + o_v, b_o.to(gl.bfloat16), mask=there[:, None])
-        of_k, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
-        of_v, _ = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
+        of_k = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
+        of_v = heads_of(begin + S.WARPS, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
         late_k, late_u = load_updates(late, of_k, of_v, steps, S)
 
 
