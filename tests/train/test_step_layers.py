@@ -134,3 +134,74 @@ def test_caches_that_were_replaced():
     torch.testing.assert_close(a, b, atol=2e-2 * b.abs().max().item(), rtol=0)
     for mine, theirs in zip(step.caches, same.caches, strict=True):
         torch.testing.assert_close(mine.state, theirs.state, atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture
+def several():
+    """A model and steps of five rows: in kernels that do not write all states, and as calls of the
+    blocks. Their tokens are always the same."""
+    flags = f"{SIZES}--mixer kda --model.head-dim 64 --impl triton"
+    model = in_dtype(random_model(flags).eval(), torch.bfloat16)
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
+        mine = stepped(model, "triton", 5)
+        patch.setattr(rows_run, "ENABLED", False)
+        theirs = stepped(model, "triton", 5)
+        patch.undo()
+        assert together(mine) == [3] and together(theirs) == [0] * 3
+        yield model, mine, theirs
+
+
+def assert_same_states(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.state, b.state, atol=2e-2, rtol=2e-2)
+
+
+def unlike(cache, tensor):
+    """How far the cache's memory is from a state."""
+    return (cache._state - tensor).abs().max()
+
+
+def test_states_of_caches_are_up_to_date(several):
+    """Steps leave part of the states elsewhere, and to read them brings it into them."""
+    _, mine, theirs = several
+    for _ in range(3):
+        mine(), theirs()
+    assert all(unlike(a, b.state) > 0.1 for a, b in zip(mine.caches, theirs.caches, strict=True))
+    copies = copy.deepcopy(mine.caches)
+    assert_same_states(copies, theirs.caches)
+    mine()
+    assert_same_states(copies, theirs.caches)
+    theirs()
+    assert_same_states(mine.caches, theirs.caches)
+    assert all(unlike(a, b.state) < 0.05 for a, b in zip(mine.caches, theirs.caches, strict=True))
+
+
+def test_calls_of_the_model_between_steps(several):
+    """They read up-to-date states and replace them; steps then go on from the new ones."""
+    model, mine, theirs = several
+    more = torch.arange(20).view(5, 4) % VOCAB
+    for steps in (2, 1):
+        for _ in range(steps):
+            a, b = mine().float(), theirs().float()
+            torch.testing.assert_close(a, b, atol=4e-2 * b.abs().max().item(), rtol=0)
+        a, b = (next_logits(model, more, step.caches).float() for step in (mine, theirs))
+        torch.testing.assert_close(a, b, atol=4e-2 * b.abs().max().item(), rtol=0)
+    assert_same_states(mine.caches, theirs.caches)
+
+
+def test_steps_that_share_caches(several):
+    """Whichever steps run next, they bring the states up to date that others have left."""
+    model, mine, theirs = several
+    mine()
+    other = DecodeStep(model, mine.caches, 5, "triton")
+    other.tokens.copy_(mine.tokens)
+    assert together(other) == [3]
+    before = mine.places()
+    for step in (other, other, mine, other, mine, mine):
+        step()
+    assert mine.places() == before != [0] * len(before)
+    for _ in range(7):
+        theirs()
+    assert_same_states(mine.caches, theirs.caches)
+    other()
+    assert mine.places() != before  # a graph of `mine` would have to be captured again

@@ -53,26 +53,26 @@ CONV_ROWS, CONV_COLUMNS = 16, 256
 """Sequences and channels of a program of the convolution."""
 
 STATE, STATES = 8192, 64 * 1024
-"""Elements of a tile of a state, and bytes of the tiles of a program of the recurrence."""
+"""Elements of a tile of a state, and bytes of the tiles of a program of the recurrence. Its other
+tensors take 30 KiB."""
 
 TOGETHER = 2
 """Programs of the recurrence on an SM: one computes while the other one waits."""
 
-ROUND = 8
-"""Steps in which a head writes its state once, a power of two. With more of them, there are more
-updates to read."""
+ROUND = 4
+"""Steps in which a head writes its state once, a power of two. With more of them there are more
+updates, which take memory, and have to be read and written."""
 
 PACE = 1
-"""How many tiles such a program has on their way, beside the one that it asks for, before the
-kernel ahead has ended. With more, that kernel waits longer for its own inputs."""
+"""How many of its first tiles such a program has on their way, beside the one that it asks for.
+With more, the kernel ahead waits longer for its own inputs."""
 
 WARPS, SUM_WARPS = 4, 16
 """Warps of a program, which have to be four where they multiply, and of a sum of parts."""
 
-STATE_REGISTERS = 128
-REGISTERS = 96
-"""Registers of a thread of products on average. The warps that multiply take those of the warp that
-copies; without a limit, a program would take all that an SM has."""
+REGISTERS, STATE_REGISTERS = 96, 128
+"""Registers of a thread of products, and of the recurrence, on average. The other warps take those
+of the warp that copies; without a limit, a program would take all that an SM has."""
 
 Call = Callable[[Tensor], object]
 """A launch, as a call with the residual stream."""
@@ -153,8 +153,8 @@ class RowsRun:
     `deferred` for each layer, has written it back.
 
     Weights, windows and states must stay where they are. A step reads windows and states before it
-    waits for the kernel ahead, so its first launch, which counts steps, does not start early. A CUDA graph may hold a step. programs: as many as the
-    GPU has SMs.
+    waits for the kernel ahead, so its first launch, which counts steps, does not start early. A
+    CUDA graph may hold a step. programs: as many as the GPU has SMs.
     """
 
     def __init__(self, layers: Sequence[StepLayer], programs: int) -> None:
@@ -167,9 +167,10 @@ class RowsRun:
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
         self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
-        # a step counts for each layer, 16 bytes apart: Triton compiles for addresses that are
-        # multiples of 16 and for others
-        self.steps = torch.zeros(len(layers), 4, dtype=torch.int32, device=self.device)
+        # Counts of each layer are 16 bytes apart, since Triton compiles for addresses that are
+        # multiples of 16 and for others. They may be made in inference mode and counted outside.
+        with torch.inference_mode(False):
+            self.steps = torch.zeros(len(layers), 4, dtype=torch.int32, device=self.device)
         self.deferred: list[Deferred] = []
         self.begin = self._sum(None, s.norm, s.eps)
         self.calls = [self._calls(i) for i in range(len(layers))]

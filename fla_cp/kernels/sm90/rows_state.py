@@ -1,14 +1,17 @@
 """The recurrence of a decoding step of up to 64 sequences, with the gated norm behind it.
 
 It takes the time in which states are read. Each SM has a few programs, which stay until all heads
-are done: a program has every P-th head of all sequences. It copies tiles of states to shared
-memory, several ahead of their use, and the first ones before the kernel ahead has ended
+are done: a program has every P-th head of all sequences. One warp copies tiles of states to shared
+memory, ahead of their use, and the first ones before the kernel ahead has ended
 (triton/early.py), so that memory is busy while the convolution runs.
 
-The output does not wait for the new state: q (S + k u^T) = q S + (q k) u^T. So a state need not be
-written in each step, see rows_deferred.py. With n updates k_j u_j^T that are not in memory yet, and
-a the decay since the state S was written, k reads k (a S) + sum (k k_j) u_j from it. A head writes
-its state in one of ROUND steps, and only its k and u in the others.
+The output does not wait for the new state: q (S + k u^T) = q S + (q k) u^T. A state is not written
+in each step, either (rows_deferred.py). With a decay of a since S was written, and updates
+k_j u_j^T since then, q reads (a q) S + the sum of (q k_j) u_j. So all that a state is multiplied
+by is two vectors, and what the updates add to the results takes no tile of a state.
+
+Everything but these products is done for several heads at once, one in each warp: their norms,
+decays and updates, and the gated norm.
 """
 
 from typing import NamedTuple
@@ -32,9 +35,9 @@ class StateShape(NamedTuple):
     """What the kernel is compiled for.
 
     B: sequences. H heads of q and k, HV of v, with channels K and V. BK, BV: a tile of a state, all
-    of K and some columns. P: programs. ROUND: steps in which a head writes its state once, a power of
-    two. SLOTS: places for tiles in shared memory. PACE: tiles that
-    are on their way, beside one, before the kernel ahead has ended. WARPS: warps of a program.
+    of K and some columns. P: programs. ROUND: steps in which a head writes its state once, a power
+    of two. SLOTS: places for tiles in shared memory. PACE: tiles of the first ones that are on
+    their way at the same time, beside one. WARPS: warps of a program, beside the one that copies.
     KIND: the function of the decay, as `DeltaRule.gate`. HEAD: one decay a head. REMOVES: k reads
     from the state what is removed. SIGMOID: beta is given before its sigmoid. SILU: the activation
     of the gate is SiLU, otherwise sigmoid. EARLY: see triton/early.py.
@@ -138,6 +141,49 @@ def load_heads(x, decay, gate, beta, head_k, head_v, S: gl.constexpr):
 
 
 @gluon.jit
+def normalised(now, decay, beta, scale, S: gl.constexpr):
+    """q and k of heads [WARPS, BK], normalised and with q times the scale; their products [WARPS];
+    decays [WARPS, BK] and factors beta [WARPS]."""
+    q, k = now.q.to(gl.float32), now.k.to(gl.float32)
+    qq, kk, qk = gl.reduce((q * q, k * k, q * k), 1, add_three)
+    q_size, k_size = scale * gl.rsqrt(qq + EPS), gl.rsqrt(kk + EPS)
+    raw = now.g.to(gl.float32) + now.shift
+    if S.HEAD:
+        a = decay_of(raw, gl.exp(now.rate), decay.bound, S.KIND)[:, None] + 0.0 * k
+    else:
+        a = decay_of(raw, gl.exp(now.rate)[:, None], decay.bound, S.KIND)
+    factor = gl.full([S.WARPS], 1.0, gl.float32, gl.SliceLayout(1, heads_layout(S.BK, S)))
+    if beta.ptr is not None:
+        factor = now.beta.to(gl.float32)
+        if S.SIGMOID:
+            factor = beta.factor * sigmoid(factor)
+    return q * q_size[:, None], k * k_size[:, None], qk * q_size * k_size, a, factor
+
+
+@gluon.jit
+def write_state(b_S, b_u, each, own, head, tile, state, S: gl.constexpr):
+    """Writes a tile of the state of a head, number `own` of those in shared memory: its decay, the
+    updates so far and the new one, whose u is b_u."""
+    L: gl.constexpr = columns_of_warps(S.BV, 4, S.WARPS)
+    OF_K: gl.constexpr = gl.SliceLayout(1, L)
+    OF_V: gl.constexpr = gl.SliceLayout(0, L)
+    each_k, each_a, late_k, late_u = each
+    b_k = each_k.index(own).load(OF_K)
+    b_S = each_a.index(own).load(OF_K)[:, None] * b_S + b_k[:, None] * b_u[None, :]
+    for e in gl.static_range(S.ROUND - 1):
+        b_k = late_k.index(own * S.ROUND + e).load(OF_K)
+        b_u = late_u.index(own * S.ROUND + e).slice(tile * S.BV, S.BV).load(OF_V)
+        b_S += b_k[:, None] * b_u[None, :]
+    o_k, o_c = gl.arange(0, S.BK, OF_K), gl.arange(0, S.BV, OF_V)
+    p = state + head * (S.K * S.V) + tile * S.BV
+    p = (p + o_k * S.V)[:, None] + o_c[None, :]
+    if S.BK == S.K:
+        gl.store(p, b_S)
+    else:
+        gl.store(p, b_S, mask=(o_k < S.K)[:, None])
+
+
+@gluon.jit
 def run_heads(
     places, ready, free, i_p, n, state, x, decay, gate, beta, late, norm, o, scale, eps,
     S: gl.constexpr,
@@ -153,15 +199,15 @@ def run_heads(
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     TILES: gl.constexpr = over(S.V, S.BV)
     LAST: gl.constexpr = S.ROUND - 1
-    # of each head: what q and beta k read from its state, k, and the decay; beta v or the update,
-    # and the output
+    # of each head: what the state is multiplied by for the output and for beta k, k itself, and the
+    # decay; beta v, which becomes u, and the output
     rows_q = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
     rows_r = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
     rows_k = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
     rows_a = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.BK], ROWS)
     rows_u = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
     rows_o = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.V], ROWS)
-    # its updates
+    # and its updates
     UPDATES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     rows_late_k = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.ROUND, S.BK], UPDATES)
     rows_late_u = gl.allocate_shared_memory(gl.float32, [S.WARPS, S.ROUND, S.V], UPDATES)
@@ -173,7 +219,7 @@ def run_heads(
     each_a = rows_a._reinterpret(gl.float32, [S.WARPS, S.BK], VECTOR)
     each_u = rows_u._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
     each_o = rows_o._reinterpret(gl.float32, [S.WARPS, S.V], VECTOR)
-    o_k, o_c = gl.arange(0, S.BK, OF_K), gl.arange(0, S.BV, OF_V)
+    o_k = gl.arange(0, S.BK, OF_K)
     o_v = gl.arange(0, S.V, gl.SliceLayout(0, LV))[None, :]
     b_norm = gl.load(norm + o_v).to(gl.float32)
     steps = gl.load(late.steps) - 1
@@ -187,25 +233,9 @@ def run_heads(
         head_v = heads_of(begin, n, i_p, gl.SliceLayout(1, LV), S)
         there = exist(begin, n, gl.SliceLayout(1, LV), S)
         now = load_heads(x, decay, gate, beta, head_k, head_v, S)
-        q, k = now.q.to(gl.float32), now.k.to(gl.float32)
-        qq, kk, qk = gl.reduce((q * q, k * k, q * k), 1, add_three)
-        q_size, k_size = scale * gl.rsqrt(qq + EPS), gl.rsqrt(kk + EPS)
-        q *= q_size[:, None]
-        k *= k_size[:, None]
-        qk *= q_size * k_size
-        if S.HEAD:
-            raw = now.g.to(gl.float32) + now.shift
-            alpha = decay_of(raw, gl.exp(now.rate), decay.bound, S.KIND)[:, None] + 0.0 * k
-        else:
-            raw = now.g.to(gl.float32) + now.shift
-            alpha = decay_of(raw, gl.exp(now.rate)[:, None], decay.bound, S.KIND)
-        factor = gl.full([S.WARPS], 1.0, gl.float32, gl.SliceLayout(1, LK))
-        if beta.ptr is not None:
-            factor = now.beta.to(gl.float32)
-            if S.SIGMOID:
-                factor = beta.factor * sigmoid(factor)
+        q, k, qk, alpha, factor = normalised(now, decay, beta, scale, S)
 
-        # The updates so far, and what q and k read from them.
+        # The updates so far, decayed to the present, and what q and k read from them.
         there_k = exist(begin, n, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
         turn, held = turn_of(of_k, steps, S)
         p, o_e = rows_of(late.k, of_k, S.BK, S)
@@ -238,7 +268,7 @@ def run_heads(
         rows_u.store(b_v * gl.convert_layout(factor, gl.SliceLayout(1, LV))[:, None])
         for own in range(gl.minimum(n - begin, S.WARPS)):
             head = i_p + (begin + own) * S.P
-            own_turn, own_held = turn_of(head, steps, S)
+            own_turn, _ = turn_of(head, steps, S)
             for tile in gl.static_range(TILES):
                 step = (begin + own) * TILES + tile
                 slot = step % S.SLOTS
@@ -256,20 +286,8 @@ def run_heads(
                 each_o.index(own).slice(tile * S.BV, S.BV).store(t_o)
                 each_u.index(own).slice(tile * S.BV, S.BV).store(t_u)
                 if own_turn == LAST:
-                    l_k = each_k.index(own).load(OF_K)
-                    b_S *= each_a.index(own).load(OF_K)[:, None]
-                    b_S += l_k[:, None] * t_u[None, :]
-                    for e in gl.static_range(LAST):
-                        l_k = each_late_k.index(own * S.ROUND + e).load(OF_K)
-                        l_u = each_late_u.index(own * S.ROUND + e)
-                        l_u = l_u.slice(tile * S.BV, S.BV).load(OF_V)
-                        b_S += l_k[:, None] * l_u[None, :]
-                    p_S = state + head * (S.K * S.V) + tile * S.BV
-                    p_S = (p_S + o_k * S.V)[:, None] + o_c[None, :]
-                    if S.BK == S.K:
-                        gl.store(p_S, b_S)
-                    else:
-                        gl.store(p_S, b_S, mask=(o_k < S.K)[:, None])
+                    each = each_k, each_a, each_late_k, each_late_u
+                    write_state(b_S, t_u, each, own, head, tile, state, S)
 
         b_u, b_o = rows_u.load(LV), rows_o.load(LV)
         turn, held = turn_of(head_v, steps, S)
@@ -306,7 +324,9 @@ def rows_state_kernel(
     barrier()
     # fmt: off
     gl.warp_specialize([
-        (run_heads, (places, ready, free, i_p, n, state, x, decay, gate, beta, late, norm, o, scale, eps, S)),
+        (run_heads, (
+            places, ready, free, i_p, n, state, x, decay, gate, beta, late, norm, o, scale, eps, S,
+        )),
         (copy_states, (states, places, ready, free, i_p, n, S)),
     ], [1], [40])
     # fmt: on
