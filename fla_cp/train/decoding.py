@@ -213,11 +213,14 @@ def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
-    """The bytes that a step must move. Weights, keys and values are read once, and states and
-    windows of convolutions are read and written once. Only one row of the embedding is read for
-    each token, and only those experts that tokens take. Activations are not counted, because they
-    can stay in the GPU's caches."""
+def step_bytes(
+    model: Decoder, caches: Sequence[LayerCache], rows: int, *, written: bool = True
+) -> int:
+    """The bytes of what a step works on. Weights, keys and values are read once, and states and
+    windows of convolutions are read and, with `written`, written once. Only one row of the
+    embedding is read for each token, and only those experts that tokens take. Activations are not
+    counted, because they can stay in the GPU's caches. (A step of many rows writes fewer bytes, see
+    fla_cp/kernels/sm90/rows_deferred.py.)"""
     found = 0
     tied = model.head.weight is model.embedding.weight
     for name, p in model.named_parameters():
@@ -230,7 +233,8 @@ def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
         found -= round((1 - taken) * sum(p.nbytes for p in layer.experts.parameters()))
     for cache in caches:
         if isinstance(cache, RecurrentCache):
-            found += sum(2 * t.nbytes for t in (cache.conv, cache.state) if t is not None)
+            held = sum(t.nbytes for t in (cache.conv, cache.state) if t is not None)
+            found += (1 + written) * held
         else:
             found += cache.keys.nbytes + cache.values.nbytes
     return found

@@ -1,5 +1,6 @@
 """Layers of a decoding step of several sequences, in interpreted kernels, against fp64."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_states_are_written_in_turns(monkeypatch):
             run(torch.randn(16, SIZES["C"]).to(torch.bfloat16))
             changed.append((layer.state != before).flatten(2).any(2).flatten())
     assert [int(heads.sum()) for heads in changed] == [8] * 8
-    assert all((a ^ b).sum() == 16 for a, b in zip(changed, changed[1:], strict=False))
+    assert all((a ^ b).sum() == 16 for a, b in pairwise(changed))
     assert all(sum(changed[n : n + 4]).eq(1).all() for n in range(5))
 
 
