@@ -31,6 +31,7 @@ SEVERAL: dict[str, dict] = {
     "KDA, heads of 64, sigmoid, three taps": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
     | {"taps": 3, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},
     "GDN, 64 rows": LAYERS["GDN"] | {"B": 64},
+    "GDN, 64 rows, 32 value heads": LAYERS["GDN"] | {"B": 64, "HV": 32},
     "GDN, two value heads a head": LAYERS["GDN"] | {"B": 32, "H": 8, "HV": 16},
     "KDA, keys of 96": {"B": 8, "H": 4, "K": 96, "V": 64, "C": 512, "F": 1024},
     "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
