@@ -1,20 +1,20 @@
 """States of a decoding step of several sequences that are written in one of several steps.
 
-A step changes a state S [K, V] by a decay and by one update k u^T. To write S takes as long as to
-read it, while k and u are 64 times smaller. So between two writes, memory has S as it was written,
-its decay since then, and the updates since then, each with its decay since then:
+A step changes a state S [K, V] by a decay and by one update k u^T. Writing S takes as long as
+reading it, and k and u together have 1/64 of its elements (K = V = 128). So a head writes its state
+only in one of ROUND steps. Meanwhile memory has the state as it was written last, the decay since
+then, and the updates since then, each decayed to the present:
 
-    the state = decay * S + the sum of k_j u_j^T over these updates
+    state = decay * S + sum of k_j u_j^T
 
-A head writes its state in one of ROUND steps. Heads take turns, so that all steps take equally
-long. `Deferred.write_back` brings the state up to date between any two steps.
+Heads take turns, so that all steps take equally long. `Deferred.write_back` brings all states of a
+layer up to date between any two steps.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 class Updates(NamedTuple):
     """What the states of a layer lack: for each head k [B * HV, ROUND, BK], whose last row is the
-    decay, and u [B * HV, ROUND, V], fp32. steps: [1] int32, how many steps there were since all of
-    the states were up to date, the one that runs included."""
+    decay, and u [B * HV, ROUND, V], fp32. steps: int32, whose first element says how many steps
+    there were since all states were up to date, with the one that runs."""
 
     k: Tensor
     u: Tensor
@@ -37,13 +37,13 @@ class Updates(NamedTuple):
 
 
 class Deferred:
-    """A layer's states, [B, HV, K, V], as they were written, and what they lack. steps: see
-    `Updates`. S: of the recurrence."""
+    """A layer's states [B, HV, K, V] and what they lack. steps: see `Updates`. S: what the
+    recurrence is compiled for."""
 
     def __init__(self, state: Tensor, steps: Tensor, S: StateShape) -> None:
         self.state, self.S = state, S
-        k = torch.zeros(S.B * S.HV, S.ROUND, S.BK, device=state.device)
-        u = torch.zeros(S.B * S.HV, S.ROUND, S.V, device=state.device)
+        k = state.new_zeros(S.B * S.HV, S.ROUND, S.BK)
+        u = state.new_zeros(S.B * S.HV, S.ROUND, S.V)
         self.updates = Updates(k, u, steps)
 
     def write_back(self) -> None:
