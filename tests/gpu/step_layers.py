@@ -26,6 +26,8 @@ LAYERS: dict[str, dict] = {
 
 SEVERAL: dict[str, dict] = {
     "KDA, 64 rows": SIZES_1B | {"B": 64},
+    "KDA, two rows": SIZES_1B | {"B": 2},
+    "GDN, three rows": LAYERS["GDN"] | {"B": 3},
     "KDA, 37 rows": SIZES_1B | {"B": 37, "bias": True, "conv_bias": True},
     "KDA, ranks side by side": SIZES_1B | {"B": 64, "together": True, "bias": True},
     "KDA, heads of 64, sigmoid, three taps": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
@@ -96,6 +98,10 @@ def steps(
     apart |= not place.is_cuda
     for n in range(len(x)):
         place.copy_(x[n])
+        if run is not None and n == len(x) - 3:  # from now on, steps write all states
+            for deferred in run.deferred:
+                deferred.write_back()
+                deferred.reset(True)
         if run is None:
             for s in made:
                 step(s, place)

@@ -16,6 +16,7 @@ from tests.support.step_layers import assert_steps_are_right, doubled, drawn_lay
 SIZES = {"B": 5, "H": 2, "K": 32, "V": 64, "C": 96, "F": 72}
 CASES: dict[str, dict[str, Any]] = {
     "KDA": {},
+    "KDA, two sequences": {"B": 2},
     "KDA, ranks side by side, a bias": {"K": 64, "together": True, "bias": True},
     "KDA, 64 sequences": {"B": 64},
     "KDA, sigmoid, a bias": {"bias": True, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},
@@ -31,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "few sequences": {"B": 4},
+    "one sequence": {"B": 1},
     "more than 64 sequences": {"B": 65},
     "heads of 32 values": {"V": 32},
     "heads of 264 keys": {"K": 264},
@@ -118,6 +119,28 @@ def test_states_that_are_read_between_steps():
             for deferred in run.deferred:
                 deferred.write_back()
             assert all(torch.equal(a, s.state) for a, s in zip(before, layers, strict=True))
+
+
+def test_steps_that_write_all_states():
+    """From a reset on, until the next one, and no matter what the states lacked before it."""
+    with interpreted():
+        run, layers, plain, exact = made(SIZES, 4)
+        for every_step, steps in ((True, 3), (False, 2), (True, 2)):
+            assert_steps_are_right(run, layers, plain, exact, steps)
+            for deferred in run.deferred:
+                deferred.reset(every_step)
+            if every_step:
+                before = [s.state.clone() for s in layers]
+                run(torch.randn(5, SIZES["C"]).to(torch.bfloat16))
+                for deferred in run.deferred:
+                    deferred.write_back()  # finds nothing
+                assert all((a != s.state).all() for a, s in zip(before, layers, strict=True))
+                for deferred in run.deferred:
+                    deferred.reset(True)
+                for s, e, a in zip(plain, exact, layers, strict=True):
+                    for name in ("state", "window"):
+                        getattr(s, name).copy_(getattr(a, name))
+                        getattr(e, name).copy_(getattr(a, name))
 
 
 def test_steps_outside_of_inference_mode():

@@ -8,13 +8,14 @@ then, and the updates since then, each decayed to the present:
     state = decay * S + sum of k_j u_j^T
 
 Heads take turns, so that all steps take equally long. `Deferred.write_back` brings all states of a
-layer up to date between any two steps.
+layer up to date between any two steps. Once somebody has read a state, each step writes all of it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
     from fla_cp.kernels.sm90.rows_state import StateShape
 
 
+EVERY_STEP = -(2**30)
+"""A count of steps that stays negative."""
+
+
 class Updates(NamedTuple):
     """What the states of a layer lack: for each head k [B * HV, ROUND, BK], whose last row is the
-    decay, and u [B * HV, ROUND, V], fp32. steps: int32, whose first element says how many steps
-    there were since all states were up to date, with the one that runs."""
+    decay, and u [B * HV, ROUND, V], fp32. steps: int32, whose first element counts the steps since
+    all states were up to date. If it is negative, each step writes all states."""
 
     k: Tensor
     u: Tensor
@@ -47,11 +52,19 @@ class Deferred:
         self.updates = Updates(k, u, steps)
 
     def write_back(self) -> None:
-        """Brings the state up to date. The host does not wait."""
+        """Brings the states up to date. The host does not wait for it."""
         S = self.S
         grid = S.B * S.HV, S.V // S.BV
-        launch(rows_write_back_kernel, grid, self.state, self.updates, S, num_warps=S.WARPS)
-        self.updates.steps.zero_()
+        with torch.cuda.device_of(self.state):  # the caller may be on another GPU
+            launch(rows_write_back_kernel, grid, self.state, self.updates, S, num_warps=S.WARPS)
+        if not self.state.is_inference():
+            torch.autograd.graph.increment_version(self.state)
+        self.reset(False)
+
+    def reset(self, every_step: bool) -> None:
+        """Says that the states are up to date as they are in memory. every_step: whether the steps
+        that follow write all of them, so that they stay up to date."""
+        self.updates.steps.fill_(EVERY_STEP if every_step else 0)
 
 
 @gluon.constexpr_function
@@ -63,11 +76,12 @@ def updates_layout(columns, S):
 
 @gluon.jit
 def turn_of(head, steps, S: gl.constexpr):
-    """Where heads are in their rounds of ROUND steps, in the last of which they write their states,
-    and how many updates their states lack. steps: how many steps there were since all states were
-    up to date. Of the heads of a program, which are P apart, few write in the same step."""
+    """The position of heads in their rounds of ROUND steps, in the last of which they write their
+    states, and the number of updates that their states lack. steps: see `Updates`. Heads of a
+    program, which are P apart, have different positions, so that few of them write in one step."""
     turn = (steps + head + head // S.P * max_of(1, S.ROUND // 4)) % S.ROUND
-    return turn, gl.minimum(steps, turn)
+    turn = gl.where(steps < 0, S.ROUND - 1, turn)
+    return turn, gl.maximum(gl.minimum(turn, steps), 0)
 
 
 @gluon.jit

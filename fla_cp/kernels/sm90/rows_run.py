@@ -22,7 +22,7 @@ from fla_cp.kernels.sm90.rows_state import StateShape, rows_state_kernel
 from fla_cp.kernels.sm90.tma import Described, describe
 from fla_cp.kernels.torch.decoding import StepLayer
 from fla_cp.kernels.triton.conv import MAX_TAPS
-from fla_cp.kernels.triton.decoding import FUSED_ROWS, conv_update
+from fla_cp.kernels.triton.decoding import conv_update
 from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows
 from fla_cp.kernels.triton.early import launch_early, starts_early
 from fla_cp.kernels.triton.launch import cdiv
@@ -31,6 +31,9 @@ from fla_cp.kernels.triton.tile_table import power_of_two
 
 ENABLED = True
 """Whether steps may run layers in these kernels. `python -m benchmarks.decode` measures both."""
+
+LEAST = 2
+"""The fewest sequences: there is a kernel of its own for one (step_layers.py)."""
 
 TILE = 128
 """Rows of a weight in a tile; half as many of the first product, and of each part of SwiGLU."""
@@ -54,7 +57,7 @@ CONV_ROWS, CONV_COLUMNS = 16, 256
 
 STATE, STATES = 8192, 64 * 1024
 """Elements of a tile of a state, and bytes of the tiles of a program of the recurrence. Its other
-tensors take 30 KiB."""
+tensors take 30 KiB with K = V = 128."""
 
 TOGETHER = 2
 """Programs of the recurrence on an SM: one computes while the other one waits."""
@@ -64,8 +67,8 @@ ROUND = 4
 updates, which take memory, and have to be read and written."""
 
 PACE = 1
-"""How many of its first tiles such a program has on their way, beside the one that it asks for.
-With more, the kernel ahead waits longer for its own inputs."""
+"""How many tiles such a program may have on their way, beside the newest, while it copies its first
+ones. With more, the kernel ahead waits longer for its own inputs."""
 
 WARPS, SUM_WARPS = 4, 16
 """Warps of a program, which have to be four where they multiply, and of a sum of parts."""
@@ -100,14 +103,14 @@ class Low(NamedTuple):
 
 
 def takes(s: StepLayer) -> bool:
-    """Whether the kernels take the layer: more sequences than fit one kernel, and at most 64;
+    """Whether the kernels take the layer: two sequences at least, and at most 64;
     normalised q and k; KDA, the gated delta rule, GLA and simple GLA; heads of at most 256 channels
     and of 64, 128 or 256 values; and sizes that TMA can copy, multiples of 8."""
     B, _, K, V = s.state.shape
     ups = [w for w in (s.decay_up, s.gate_up) if w is not None]
     sizes = [*s.down.shape, s.decay, s.gate, *(w.shape[1] for w in ups)]
     return (
-        FUSED_ROWS < B <= int(ROWS)
+        LEAST <= B <= int(ROWS)
         and s.rule.removal != "p"
         and s.rule.gate != "given"
         and s.rule.qk_l2norm
@@ -149,12 +152,13 @@ def low_ranks(s: StepLayer) -> list[Low]:
 
 class RowsRun:
     """A step of several layers: a call replaces x [B, C], bf16, by the residual stream behind them,
-    and updates their windows and states in place. A state is up to date once its `Deferred`, one of
-    `deferred` for each layer, has written it back.
+    updates their windows in place, and their states or what these lack: `deferred` has a `Deferred`
+    for each layer.
 
-    Weights, windows and states must stay where they are. A step reads windows and states before it
-    waits for the kernel ahead, so its first launch, which counts steps, does not start early. A
-    CUDA graph may hold a step. programs: as many as the GPU has SMs.
+    Weights, windows and states must stay where they are. Between two steps of one run there must be
+    a launch that does not start early, such as that of torch's lookup of embeddings, because a step
+    reads windows, states and what they lack before it waits. A CUDA graph may hold a step.
+    programs: as many as the GPU has SMs.
     """
 
     def __init__(self, layers: Sequence[StepLayer], programs: int) -> None:
@@ -176,11 +180,11 @@ class RowsRun:
         self.calls = [self._calls(i) for i in range(len(layers))]
 
     def __call__(self, x: Tensor) -> None:
-        self.steps.add_(1)
         self.begin(x)
         for calls in self.calls:
             for call in calls:
                 call(x)
+        self.steps.add_(1)
 
     def _calls(self, i: int) -> list[Call]:
         """The launches of a layer, as calls with the residual stream."""

@@ -36,11 +36,11 @@ class StateShape(NamedTuple):
 
     B: sequences. H heads of q and k, HV of v, with channels K and V. BK, BV: a tile of a state, all
     of K and some columns. P: programs. ROUND: steps in which a head writes its state once, a power
-    of two. SLOTS: places for tiles in shared memory. PACE: tiles of the first ones that are on
-    their way at the same time, beside one. WARPS: warps of a program, beside the one that copies.
-    KIND: the function of the decay, as `DeltaRule.gate`. HEAD: one decay a head. REMOVES: k reads
-    from the state what is removed. SIGMOID: beta is given before its sigmoid. SILU: the activation
-    of the gate is SiLU, otherwise sigmoid. EARLY: see triton/early.py.
+    of two. SLOTS: places for tiles in shared memory. PACE: how many tiles may be on their way,
+    beside the newest, while the first ones are copied. WARPS: warps of a program, beside the one
+    that copies. KIND: the function of the decay, as `DeltaRule.gate`. HEAD: one decay a head.
+    REMOVES: k reads from the state what is removed. SIGMOID: beta is given before its sigmoid.
+    SILU: the activation of the gate is SiLU, otherwise sigmoid. EARLY: see triton/early.py.
     """
 
     B: int
@@ -103,7 +103,7 @@ def heads_layout(columns, S):
 @gluon.jit
 def heads_of(first, n, i_p, L: gl.constexpr, S: gl.constexpr):
     """The heads of a program from its number `first` on, one for each warp, counted through all
-    sequences; the last one instead of those that do not exist."""
+    sequences. Numbers beyond the last head give the last head."""
     return i_p + gl.minimum(first + gl.arange(0, S.WARPS, L), n - 1) * S.P
 
 
@@ -222,7 +222,7 @@ def run_heads(
     o_k = gl.arange(0, S.BK, OF_K)
     o_v = gl.arange(0, S.V, gl.SliceLayout(0, LV))[None, :]
     b_norm = gl.load(norm + o_v).to(gl.float32)
-    steps = gl.load(late.steps) - 1
+    steps = gl.load(late.steps)
     of_k = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UK)), S)
     of_v = heads_of(0, n, i_p, gl.SliceLayout(1, gl.SliceLayout(2, UV)), S)
     late_k, late_u = load_updates(late, of_k, of_v, steps, S)

@@ -117,6 +117,10 @@ class Deferred(Protocol):
     def write_back(self) -> None:
         """Brings the state up to date. The host does not wait for it."""
 
+    def reset(self, every_step: bool) -> None:
+        """Says that the state is up to date as it is in memory. every_step: whether the steps that
+        follow write all of it, so that it stays up to date."""
+
 
 class StepRun(Protocol):
     """Layers that run together: a call replaces x [B, C] by the residual stream behind all of them,
