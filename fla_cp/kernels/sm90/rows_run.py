@@ -3,7 +3,8 @@ takes, and the launches of rows_product.py, rows_conv.py, rows_state.py and trit
 
 A layer is eight launches. There is one more where its matrices of low ranks do not lie side by
 side, and one more where its convolution has other than four taps. Each kernel starts before the one
-ahead of it has ended (triton/early.py) and loads weights or states meanwhile.
+ahead of it has ended (triton/early.py) and loads weights or states meanwhile. A last launch of the
+step counts it (rows_deferred.py).
 """
 
 from __future__ import annotations
