@@ -3,7 +3,8 @@
     python -m benchmarks.decode [--size 1.3B] [--batches 1,64] [--out FILE]
 
 The floor is the time in which the device, at the bandwidth measured in the same run, reads weights
-once, and reads and writes states once (`fla_cp.train.decoding.step_bytes`). Weights are random, in
+once, and reads and writes states once (`fla_cp.train.decoding.step_bytes`); "over_reads" is the
+step's time over that of the reads alone. Weights are random, in
 bf16 but for what stays fp32 in it. Before anything is timed, greedy tokens of the graph, of the
 step without it and of the model's calls with a cache are compared, in fp32 and in bf16; tokens may
 differ only where two logits are nearly equal. Without a GPU the size is tiny, in fp32, and there is
@@ -181,6 +182,7 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
     row["loop_ms"] = loop_milliseconds(found)
     ms = milliseconds(found.advance, device)
     row |= {"graph_ms": ms if captured else None, "over_floor": ms / row["floor_ms"]}
+    row["over_reads"] = ms * rate / step_bytes(model, caches, rows, written=False)
     row["tokens_per_second"] = 1e3 * rows / row["loop_ms"]
     row["kernels"] = kernels(found.advance)
     row["launches"] = sum(kernel["count"] for kernel in row["kernels"]) or None

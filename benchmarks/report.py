@@ -217,7 +217,9 @@ SECTIONS = (
         "Decoding",
         "A step decodes one more token for each of B sequences, with a whole decoder that has "
         "random weights. The floor is the time in which the device reads the weights once, and "
-        "reads and writes the states once, at the larger of the two bandwidths above the table. "
+        "reads and writes the states once, at the larger of the two bandwidths above the table; "
+        "*over reads* is the time over that of the reads alone. With 2 to 64 rows, a step writes a "
+        "quarter of the states (kernels/sm90/rows_deferred.py). "
         "The goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. The columns "
         "of times are:\n\n"
         "- *graph*: a step in a CUDA graph, as it runs by default. Recurrent layers that follow "

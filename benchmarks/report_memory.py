@@ -66,6 +66,7 @@ def decode(result: Result) -> str:
         ("floor, ms", lambda r: number(r["floor_ms"])),
         ("graph, ms", lambda r: number(r["graph_ms"])),
         ("over floor", lambda r: ratio(r["over_floor"])),
+        ("over reads", lambda r: ratio(r.get("over_reads"))),
         (
             "kernels, ms",
             lambda r: number(r.get("kernels_ms")),

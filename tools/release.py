@@ -74,6 +74,11 @@ def problems(version: str, changelog: str) -> list[str]:
     return wrong
 
 
+def left_out(changelog: str) -> int:
+    """How many entries have no version yet."""
+    return len(re.findall(r"^- ", sections(changelog)[0].body, re.M))
+
+
 def _is_date(text: str) -> bool:
     try:
         datetime.date.fromisoformat(text)
@@ -169,6 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print(f"version {version()} is the newest of CHANGELOG.md")
         return 0
+    if entries := left_out((ROOT / "CHANGELOG.md").read_text()):
+        print(
+            f"warning: the release note of {version()} lacks the {entries} entries under "
+            f"{UNRELEASED}; to release them, give them a version",
+            file=sys.stderr,
+        )
     for path in release(ROOT, args.out):
         print(path)
     return 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.torch.conv import ConvInputs
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct, StepRun
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Frame, Packing
@@ -257,9 +257,8 @@ class Backend(ABC):
     def step_product(self, p: StepProduct) -> Tensor:
         """The product with what stands around it, [B, G * R], see `StepProduct`."""
 
-    def step_layers(self, layers: Sequence[StepLayer]) -> Callable[[Tensor], None] | None:
-        """A call that replaces x [B, C] by the residual stream behind all layers, and updates their
-        windows and states; None if it has no kernel for them. All layers are of one `kind`."""
+    def step_layers(self, layers: Sequence[StepLayer]) -> StepRun | None:
+        """Layers of one `kind` that run together; None if it has no kernel for them."""
         return None
 
     def step_mixer(self, m: StepMixer) -> Tensor:

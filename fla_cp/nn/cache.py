@@ -7,8 +7,11 @@ tokens of a call under a context of one sequence. The cache of each rank then ho
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +19,116 @@ from torch import Tensor, nn
 
 from fla_cp.arguments import check_count, described
 from fla_cp.context import FLACPContext
+from fla_cp.kernels.torch.decoding import Deferred
 from fla_cp.ops.checks import FLOATS
 from fla_cp.partition.device_tables import to_device
 
 
-@dataclass
 class RecurrentCache:
     """The cache of a linear-attention layer. conv: the convolution's state [B, D, W]. state: the
-    operator's state [B, HV, K, V], fp32 (fp64). Both are None before the first token."""
+    operator's state [B, HV, K, V], fp32 (fp64). Both are None before the first token.
 
-    conv: Tensor | None = None
-    state: Tensor | None = None
+    Steps of generation that decode many rows write a state only in one of several steps, and keep
+    elsewhere what it lacks. Reading the attribute `state` brings the state up to date. From then
+    on, steps write all of it, so that the tensor stays up to date, and they take longer. The same
+    is true of a state that was passed to the constructor or assigned.
+    """
+
+    _state: Tensor | None
+    _shown: bool
+    """Whether others may have the state's tensor, so that it must stay up to date."""
+    _deferred: Deferred | None
+
+    def __init__(self, conv: Tensor | None = None, state: Tensor | None = None) -> None:
+        self.conv = conv
+        self.state = state
+
+    @property
+    def state(self) -> Tensor | None:
+        if self._state is not None and not self._shown:
+            self.up_to_date()
+            self._shown = True
+            if self._deferred is not None:
+                self._deferred.reset(True)
+        return self._state
+
+    @state.setter
+    def state(self, state: Tensor | None) -> None:
+        self._state, self._shown, self._deferred = state, state is not None, None
+
+    def up_to_date(self) -> Tensor | None:
+        """The state as it is now. Later steps may leave out what they change in it."""
+        if self._deferred is not None and not self._shown:
+            _write_back(self._deferred)
+        return self._state
+
+    def take(self) -> Tensor | None:
+        """The state for a layer that changes it in place, or replaces it."""
+        state, self._deferred = self.up_to_date(), None
+        return state
+
+    def put(self, state: Tensor | None) -> None:
+        """Keeps a layer's new state, which nobody else has unless it is the same tensor."""
+        self._shown &= state is self._state
+        self._state = state
+
+    def defer(self, deferred: Deferred | None) -> None:
+        """Brings the state up to date; from then on, `deferred` has what it lacks."""
+        if deferred is not self._deferred:
+            self.take()
+            self._deferred = deferred
+            if deferred is not None:
+                deferred.reset(self._shown)
+
+    def places(self) -> tuple[object, ...]:
+        """What changes if conv, the state or its `Deferred` is replaced."""
+        held = (0 if x is None else x.data_ptr() for x in self.tensors())
+        return *held, self._deferred
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """conv and the state, which may not be up to date."""
+        return self.conv, self._state
+
+    def has(self, conv: Tensor, state: Tensor) -> bool:
+        """Whether these very tensors are in the cache."""
+        return self.conv is conv and self._state is state
+
+    def rows(self) -> int | None:
+        """How many rows there are; None before the first token."""
+        return None if self._state is None else len(self._state)
+
+    def __copy__(self) -> RecurrentCache:
+        """A cache with the same tensors."""
+        state, copied = self.state, object.__new__(type(self))
+        copied.__dict__ |= self.__dict__ | {"_state": state, "_deferred": None}
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:  # for deep copies and pickles
+        return self.__dict__ | {"_state": self.up_to_date(), "_deferred": None, "_shown": False}
 
     @staticmethod
     def joined(caches: Sequence[RecurrentCache]) -> RecurrentCache:
         """One cache with the rows of all. Each must have seen a token."""
-        convs, states = [c.conv for c in caches], [c.state for c in caches]
-        return RecurrentCache(_cat(convs), _cat(states))
+        found = RecurrentCache(_cat([c.conv for c in caches]))
+        found.put(_cat([c.up_to_date() for c in caches]))
+        return found
+
+
+def _write_back(deferred: Deferred) -> None:
+    """Runs `write_back`, which torch.compile must not trace. Only programs that compile have
+    imported Dynamo."""
+    run = _untraced() if "torch._dynamo" in sys.modules else _run_write_back
+    run(deferred)
+
+
+def _run_write_back(deferred: Deferred) -> None:
+    deferred.write_back()
+
+
+@functools.cache
+def _untraced() -> Callable[[Deferred], None]:
+    run: Callable[[Deferred], None] = torch.compiler.disable(_run_write_back)
+    return run
 
 
 @dataclass
@@ -50,6 +146,10 @@ class AttentionCache:
     lengths: Tensor
     written: int = 0
     shared: bool = False
+
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.keys)
 
     def fixed(self) -> FixedAttentionCache:
         """A cache in the same memory, for steps that a CUDA graph repeats. Both may be used in any
@@ -150,7 +250,7 @@ LayerCache = RecurrentCache | AttentionCache
 
 # FSDP2 with mixed precision copies every dataclass among a module's arguments. The layer would
 # update the copy, and the caller's cache would stay as it was.
-del RecurrentCache.__dataclass_fields__, AttentionCache.__dataclass_fields__
+del AttentionCache.__dataclass_fields__
 
 
 def check_cache_sizes(rows: object, capacity: object) -> None:
@@ -203,9 +303,8 @@ def check_cache(
             "cp_context must have one sequence beside a cache, got "
             f"{len(cp_context.global_cu_seqlens) - 1}"
         )
-    held = cache.keys if isinstance(cache, AttentionCache) else cache.state
-    rows = len(x) if held is None else len(held)
-    if rows != len(x):
+    rows = cache.rows()
+    if rows is not None and rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
 
 

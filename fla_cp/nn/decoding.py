@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import Deferred, StepLayer, StepMixer, StepProduct, StepRun
 from fla_cp.nn.cache import LayerCache, RecurrentCache
 from fla_cp.nn.kda import KDACore
 from fla_cp.nn.linear_attention import Core, LinearAttention
@@ -161,7 +161,8 @@ class RecurrentStep:
     def _mixer(self, qkv: Tensor, found: dict[nn.Module, Tensor], cache: RecurrentCache) -> Tensor:
         """o [B, HV * V], normalised and gated. found: the results of the other projections."""
         layer, options = self.layer, self.layer.core.options(True)
-        assert self.rule is not None and cache.conv is not None and cache.state is not None
+        state = cache.take()
+        assert self.rule is not None and cache.conv is not None and state is not None
         taps, bias = layer.qkv_conv._parameters_in(qkv.dtype)
         norm: Any = layer.o_norm
         mixer = StepMixer(
@@ -170,7 +171,7 @@ class RecurrentStep:
             window=cache.conv,
             taps=taps,
             bias=bias,
-            state=cache.state,
+            state=state,
             decay=found[getattr(layer, layer.decay_name)],
             gate=found[layer.g_proj],
             beta=found[layer.b_proj] if layer.has_beta else None,
@@ -272,7 +273,8 @@ class BlockStep:
         if mixer is None or ffn is None or mixer.rule is None:
             return None
         assert isinstance(cache, RecurrentCache)
-        assert cache.conv is not None and cache.state is not None
+        state = cache.up_to_date()
+        assert cache.conv is not None and state is not None
         layer, options = mixer.layer, mixer.layer.core.options(True)
         backends = [resolve(impl, x.device, x.dtype) for impl in (mixer.impl, layer.core.impl)]
         if backends[0] is not backends[1]:
@@ -292,7 +294,7 @@ class BlockStep:
             window=cache.conv,
             taps=taps,
             bias=bias,
-            state=cache.state,
+            state=state,
             decay=decay,
             decay_up=decay_up,
             gate=gate,
@@ -320,15 +322,16 @@ class LayersStep:
         blocks: Sequence[BlockStep],
         caches: Sequence[Any],
         layers: Sequence[StepLayer],
-        run: Callable[[Tensor], None],
+        run: StepRun,
     ) -> None:
         self.blocks, self.caches, self.layers, self.run = blocks, caches, layers, run
+        none: Sequence[Deferred | None] = [None] * len(layers)
+        self.deferred = run.deferred or none
 
     def __call__(self, x: Tensor) -> None:
-        if all(
-            c.conv is s.window and c.state is s.state
-            for c, s in zip(self.caches, self.layers, strict=True)
-        ):
+        if all(c.has(s.window, s.state) for c, s in zip(self.caches, self.layers, strict=True)):
+            for cache, deferred in zip(self.caches, self.deferred, strict=True):
+                cache.defer(deferred)
             self.run(x)
             return
         for block, cache in zip(self.blocks, self.caches, strict=True):

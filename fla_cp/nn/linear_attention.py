@@ -101,13 +101,14 @@ class Core(InitializedModule):
             options["cp_context"] = cp_context
         op = getattr(ops, f"{'fused_recurrent' if recurrent else 'chunk'}_{self.name}")
         if cache is not None:
-            in_place = recurrent and cache.state is not None
-            options["initial_state"] = cache.state
+            state = cache.take()
+            in_place = recurrent and state is not None
+            options["initial_state"] = state
             options["inplace_final_state" if in_place else "output_final_state"] = True
         o: Tensor
         o, final = op(*inputs, **options)[:2]
         if cache is not None:
-            cache.state = final
+            cache.put(final)
         return o
 
 

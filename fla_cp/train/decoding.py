@@ -62,11 +62,11 @@ class Replayed:
         step: Callable[[], Tensor],
         device: torch.device,
         captured: bool,
-        places: Callable[[], Sequence[int]] = tuple,
+        places: Callable[[], Sequence[object]] = tuple,
     ) -> None:
         self.step, self.device, self.captured, self.places = step, device, captured, places
         self.calls = 0
-        self.captured_at: Sequence[int] = ()
+        self.left_at: Sequence[object] = ()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.found: Tensor | None = None
@@ -74,11 +74,13 @@ class Replayed:
     def __call__(self) -> Tensor:
         if not self.captured:
             return self.step()
-        if self.graph is not None and self.places() != self.captured_at:
+        if self.places() != self.left_at:
             self.graph, self.calls = None, 0  # a step may now need other kernels
         self.calls += 1
         if self.calls <= EAGER_CALLS:
-            return self._eager()
+            found = self._eager()
+            self.left_at = self.places()
+            return found
         if self.graph is None:
             self._capture()
         assert self.graph is not None and self.found is not None
@@ -105,18 +107,19 @@ class Replayed:
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
         with without_collection(), capture:
             self.found = self.step()
-        self.graph, self.captured_at = graph, self.places()
+        self.graph, self.left_at = graph, self.places()
 
 
 class DecodeStep:
     """A step: the logits [B, vocabulary] after the newest token of each row.
 
     tokens: [B] int64, the newest tokens, which a call reads and the caller overwrites in place.
-    caches: those of the blocks, which have seen each row's earlier tokens. A call updates them in
-    place, so that a later call of the model may go on with them, and steps may follow that call.
-    Those of attention must have room for all tokens to come. The constructor moves the
-    model's weights, see `fla_cp.nn.decoding.stacked`. impl: "auto", "torch" or "triton", for the
-    products.
+    caches: those of the blocks, which have seen each row's earlier tokens. A call updates them, so
+    that a later call of the model may go on with them, and steps may follow that call. Those of
+    attention must have room for all tokens to come. If two steps use the same caches, a call brings
+    the states up to date that the other step has left, but a graph of your own, when you replay it,
+    does not. The constructor moves the model's weights, see `fla_cp.nn.decoding.stacked`. impl:
+    "auto", "torch" or "triton", for the products.
     """
 
     def __init__(
@@ -129,10 +132,9 @@ class DecodeStep:
         self.steps = steps_of(self.blocks, self.caches, weight, impl)
         self.model, self.impl = model, impl
 
-    def places(self) -> list[int]:
-        """The addresses of what recurrent layers keep. Calls of the model replace it."""
-        held = (t for c in self.caches if isinstance(c, RecurrentCache) for t in (c.conv, c.state))
-        return [t.data_ptr() for t in held if t is not None]
+    def places(self) -> list[object]:
+        """Where the caches of recurrent layers are in memory. Calls of the model replace them."""
+        return [n for c in self.caches if isinstance(c, RecurrentCache) for n in c.places()]
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -214,11 +216,14 @@ def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
-    """The bytes that a step must move. Weights, keys and values are read once, and states and
-    windows of convolutions are read and written once. Only one row of the embedding is read for
-    each token, and only those experts that tokens take. Activations are not counted, because they
-    can stay in the GPU's caches."""
+def step_bytes(
+    model: Decoder, caches: Sequence[LayerCache], rows: int, *, written: bool = True
+) -> int:
+    """The bytes of what a step works on. Weights, keys and values are read once, and states and
+    windows of convolutions are read and, with `written`, written once. Only one row of the
+    embedding is read for each token, and only those experts that tokens take. Activations are not
+    counted, because they can stay in the GPU's caches. (A step of many rows writes fewer bytes, see
+    fla_cp/kernels/sm90/rows_deferred.py.)"""
     found = 0
     tied = model.head.weight is model.embedding.weight
     for name, p in model.named_parameters():
@@ -231,7 +236,8 @@ def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
         found -= round((1 - taken) * sum(p.nbytes for p in layer.experts.parameters()))
     for cache in caches:
         if isinstance(cache, RecurrentCache):
-            found += sum(2 * t.nbytes for t in (cache.conv, cache.state) if t is not None)
+            held = sum(t.nbytes for t in cache.tensors() if t is not None)
+            found += (1 + written) * held
         else:
             found += cache.keys.nbytes + cache.values.nbytes
     return found

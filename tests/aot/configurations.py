@@ -284,6 +284,8 @@ def compile_layers(name: str) -> list[Launch]:
         run = step_layers(layers, 132)
         assert run is not None
         run(torch.zeros(of.get("B", 1), len(layers[0].norm), dtype=torch.bfloat16))
+        for deferred in run.deferred:
+            deferred.write_back()
     return list(dict.fromkeys(kernels))
 
 

@@ -36,11 +36,12 @@ def test_rows(result):
 def test_its_section(result):
     assert [s.title for s in report.SECTIONS if s.has(result)] == ["Decoding"]
     row = result.rows[0] | {"graph_ms": 1.25, "over_floor": 1.5, "launches": 200, "late_ms": 1.1}
+    row |= {"over_reads": 1.75}
     page = report.performance_page([Result("decode", result.data | {"rows": [row]})])
     section = page.split("## Decoding")[1].split("\n## ")[0]
     assert (
         "| 1 | 0.0027 | " in section
-        and " | 1.25 | 1.50x | not measured | not measured | not measured | 1.10 | 200 | "
+        and " | 1.25 | 1.50x | 1.75x | not measured | not measured | not measured | 1.10 | 200 | "
         in section
     )
     assert "benchmarks.decode --size tiny --pattern kda,gla --batches 1 --out" in section

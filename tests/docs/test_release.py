@@ -72,6 +72,12 @@ def test_what_keeps_a_version_from_being_released(old, new, problem):
     assert problem in "\n".join(found)
 
 
+def test_entries_without_a_version_are_counted():
+    entry = "- Something\n  else ([how](a.md)).\n"
+    assert RELEASE["left_out"](GOOD) == 0
+    assert RELEASE["left_out"](GOOD.replace("Nothing yet.\n", f"### Fixed\n\n{entry}{entry}")) == 2
+
+
 def test_an_unreleased_version_needs_its_section():
     (problem,) = problems("0.3.0", GOOD)
     assert problem.endswith("fla_cp.__version__, 0.3.0, got 0.2.0")

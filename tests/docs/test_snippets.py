@@ -14,7 +14,8 @@ from tests.support.processes import ROOT, environment
 from tests.support.snippets import ENTRY, added, blocks, commands, run, run_dry
 
 BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
-BASH = [b for b in BLOCKS if b.language == "bash"]
+FRONT = [b for name in ("README.md", "CONTRIBUTING.md") for b in blocks(ROOT / name)]
+BASH = [b for b in (*BLOCKS, *FRONT) if b.language == "bash"]
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 
 GPU_ONLY = "cuda_graphs.md"

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from fla_cp.kernels.sm90 import rows_run, step_run
-from fla_cp.kernels.torch.decoding import StepLayer
+from fla_cp.kernels.torch.decoding import StepLayer, StepRun
 from fla_cp.kernels.triton.tile_table import sm_count
 from tests.gpu import checks
 from tests.gpu.cases import BF16
@@ -26,11 +26,14 @@ LAYERS: dict[str, dict] = {
 
 SEVERAL: dict[str, dict] = {
     "KDA, 64 rows": SIZES_1B | {"B": 64},
+    "KDA, two rows": SIZES_1B | {"B": 2},
+    "GDN, three rows": LAYERS["GDN"] | {"B": 3},
     "KDA, 37 rows": SIZES_1B | {"B": 37, "bias": True, "conv_bias": True},
     "KDA, ranks side by side": SIZES_1B | {"B": 64, "together": True, "bias": True},
     "KDA, heads of 64, sigmoid, three taps": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
     | {"taps": 3, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},
     "GDN, 64 rows": LAYERS["GDN"] | {"B": 64},
+    "GDN, 64 rows, 32 value heads": LAYERS["GDN"] | {"B": 64, "HV": 32},
     "GDN, two value heads a head": LAYERS["GDN"] | {"B": 32, "H": 8, "HV": 16},
     "KDA, keys of 96": {"B": 8, "H": 4, "K": 96, "V": 64, "C": 512, "F": 1024},
     "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
@@ -38,8 +41,9 @@ SEVERAL: dict[str, dict] = {
 }
 """The same for several sequences, for which a layer has a few kernels."""
 
-REPLAYS = 5
-"""Steps of layers, of which all but the first are replays of a CUDA graph."""
+REPLAYS = 19
+"""Steps of layers, of which all but the first are replays of a CUDA graph. Each head writes its
+state in two of them or more."""
 
 SOME = 7
 """Programs where there is no GPU, and phases are always apart."""
@@ -73,15 +77,20 @@ def layers(x: checks.Named, impl: str, *, like: list[StepLayer]) -> checks.Named
         for i, s in enumerate(like):
             if any(low.groups == 2 for low in rows_run.low_ranks(s)):
                 made[i] = side_by_side(made[i])
-        found = steps(made, x["x"].to(checks.DEVICE), impl, apart)
+        found, run = steps(made, x["x"].to(checks.DEVICE), impl, apart)
+        for deferred in () if run is None else run.deferred:
+            deferred.write_back()
         found |= {f"state {i}": s.state for i, s in enumerate(made)}
         results.append(found | {f"window {i}": s.window for i, s in enumerate(made)})
     assert all(torch.equal(r[n], t) for r in results for n, t in results[0].items())
     return results[0]
 
 
-def steps(made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool) -> checks.Named:
-    """The residual stream behind all layers, step by step; together in a CUDA graph."""
+def steps(
+    made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool
+) -> tuple[checks.Named, StepRun | None]:
+    """The residual stream behind all layers, step by step; together in a CUDA graph. Also what ran
+    the layers together."""
     found, place, run, graph = [], x[0].clone(), None, None
     if impl == "triton":
         run = step_run.step_layers(made, sm_count(place.device) or SOME)
@@ -89,6 +98,10 @@ def steps(made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool) -> che
     apart |= not place.is_cuda
     for n in range(len(x)):
         place.copy_(x[n])
+        if run is not None and n == len(x) - 3:  # from now on, steps write all states
+            for deferred in run.deferred:
+                deferred.write_back()
+                deferred.reset(True)
         if run is None:
             for s in made:
                 step(s, place)
@@ -102,4 +115,4 @@ def steps(made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool) -> che
                     run(place)
             graph.replay()
         found.append(place.clone())
-    return {"x": torch.stack(found)}
+    return {"x": torch.stack(found)}, run

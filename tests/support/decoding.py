@@ -30,6 +30,9 @@ MODELS = {
     "mla-rope": "--mixer mla --model.mla-rope",
     "experts": "--model.pattern kda,attention " + EXPERTS,
 }
+LAST = torch.tensor([7, 300, 12])
+"""Tokens of the call of the model behind the steps."""
+
 PROMPTS = [[5, 17, 80, 3, 41], [2], [int(i * 31 % VOCAB) for i in range(150)]]
 
 
@@ -40,11 +43,11 @@ def made(flags: str, dtype: torch.dtype) -> generate.Decoder:
 
 
 def steps(model: generate.Decoder, prompts: list[list[int]], captured: bool) -> torch.Tensor:
-    """The logits [steps, B, vocabulary] behind fixed tokens, and the graph must serve most of
-    them."""
+    """The logits [steps + 1, B, vocabulary] behind fixed tokens, the last ones by a call of the
+    model with the caches that the steps have left. The graph must serve most of the steps."""
     caches = []
     for prompt in prompts:
-        caches.append(make_caches(model, 1, max(map(len, prompts)) + NEW))
+        caches.append(make_caches(model, 1, max(map(len, prompts)) + NEW + 3))
         next_logits(model, torch.tensor([prompt], device="cuda"), caches[-1])
     step = DecodeStep(model, _joined(caches), len(prompts))
     replayed, found = Replayed(step, torch.device("cuda"), captured), []
@@ -53,6 +56,7 @@ def steps(model: generate.Decoder, prompts: list[list[int]], captured: bool) -> 
         step.tokens.copy_(torch.randint(VOCAB, (len(prompts),), generator=generator))
         found.append(replayed().float().clone())
     assert (replayed.graph is not None) == captured
+    found.append(next_logits(model, LAST.expand(len(prompts), -1).cuda(), step.caches).float())
     return torch.stack(found)
 
 
@@ -69,9 +73,10 @@ def called(model: generate.Decoder, prompts: list[list[int]]) -> torch.Tensor:
     ).cuda()
     rows = []
     for n, prompt in enumerate(prompts):
-        caches = make_caches(model, 1, len(prompt) + NEW)
+        caches = make_caches(model, 1, len(prompt) + NEW + 3)
         next_logits(model, torch.tensor([prompt], device="cuda"), caches)
-        rows.append([next_logits(model, t[n : n + 1, None], caches).float()[0] for t in tokens])
+        each = [*(t[n : n + 1, None] for t in tokens), LAST[None].cuda()]
+        rows.append([next_logits(model, t, caches).float()[0] for t in each])
     return torch.stack([torch.stack(row) for row in rows], 1)
 
 

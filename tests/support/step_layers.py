@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fla_cp.kernels import TORCH
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct, StepRun
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
 
@@ -84,15 +83,16 @@ def doubled(layer: StepLayer) -> StepLayer:
 
 
 def assert_steps_are_right(
-    run: Callable[[torch.Tensor], None],
+    run: StepRun,
     layers: list[StepLayer],
     plain: list[StepLayer],
     exact: list[StepLayer],
+    steps: int = 2,
 ) -> None:
-    """Two steps of `run`, which has `layers`, against the stages of the torch backend in bf16 and
-    in fp64, with the windows and states that they leave."""
+    """Steps of `run`, which has `layers`, against the stages of the torch backend in bf16 and in
+    fp64, with the windows and states that they leave."""
     gen = torch.Generator().manual_seed(1)
-    for n in range(2):
+    for n in range(steps):
         x = torch.randn(len(layers[0].state), layers[0].norm.numel(), generator=gen)
         x = x.to(torch.bfloat16)
         y, e = x.clone(), x.double()
@@ -101,6 +101,8 @@ def assert_steps_are_right(
             step(a, y)
             step(b, e)
         assert_within_budget(f"x after step {n}", x, e, y, factor=4.0)
+    for deferred in run.deferred:
+        deferred.write_back()
     for a, b, c in zip(layers, exact, plain, strict=True):
         assert_within_budget("state", a.state, b.state, c.state, factor=4.0)
         assert_within_budget("window", a.window, b.window, c.window, factor=4.0)

@@ -290,6 +290,8 @@ def test_bytes_of_a_step_are_those_of_its_parts():
     weights = 3 * (ffn + mixer + 2 * hidden) + hidden + VOCAB * hidden
     state, window = 2 * 16 * 16, 96 * 4
     assert step_bytes(model, caches, rows) == 4 * (weights + 2 * 3 * rows * (state + window))
+    read = step_bytes(model, caches, rows, written=False)
+    assert read == 4 * (weights + 3 * rows * (state + window))
     untied = random_model(MODELS["kda"] + " --model.tie-embeddings False")
     more = step_bytes(untied, filled(untied), rows) - step_bytes(model, caches, rows)
     assert more == 4 * rows * hidden  # a row of the embedding for each token

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
+from fla_cp.nn.cache import RecurrentCache
 from fla_cp.nn.decoding import LayersStep
 from fla_cp.train import generate
-from fla_cp.train.decoding import DecodeStep, in_dtype
+from fla_cp.train.decoding import DecodeStep, Replayed, in_dtype
 from fla_cp.train.generate import make_caches, next_logits
 from tests.support.closeness import assert_within_budget
 from tests.support.exported import VOCAB, random_model
@@ -134,3 +135,127 @@ def test_caches_that_were_replaced():
     torch.testing.assert_close(a, b, atol=2e-2 * b.abs().max().item(), rtol=0)
     for mine, theirs in zip(step.caches, same.caches, strict=True):
         torch.testing.assert_close(mine.state, theirs.state, atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture
+def several():
+    """A model and steps of five rows: in kernels that do not write all states, and as calls of the
+    blocks. Their tokens are always the same."""
+    flags = f"{SIZES}--mixer kda --model.head-dim 64 --impl triton"
+    model = in_dtype(random_model(flags).eval(), torch.bfloat16)
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
+        mine = stepped(model, "triton", 5)
+        patch.setattr(rows_run, "ENABLED", False)
+        theirs = stepped(model, "triton", 5)
+        patch.undo()
+        assert together(mine) == [3] and together(theirs) == [0] * 3
+        yield model, mine, theirs
+
+
+def assert_same_states(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.state, b.state, atol=2e-2, rtol=2e-2)
+
+
+def unlike(caches, others):
+    """How far the memory of caches is from the states of others."""
+    return min((a._state - b._state).abs().max() for a, b in zip(caches, others, strict=True))
+
+
+def test_states_that_are_read_stay_up_to_date(several):
+    """Steps leave part of the states elsewhere until somebody reads them."""
+    _, mine, theirs = several
+    for _ in range(3):
+        mine(), theirs()
+    assert unlike(mine.caches, theirs.caches) > 0.05
+    copies = copy.deepcopy(mine.caches)
+    assert_same_states(copies, theirs.caches)
+    mine()
+    assert_same_states(copies, theirs.caches)
+    theirs()
+    states, others = ([c.state for c in step.caches] for step in (mine, theirs))
+    shared = [copy.copy(c) for c in mine.caches]
+    for n in range(4):
+        for state in (*states, *others) if n == 2 else ():
+            state[1] = 0  # a row begins anew
+        mine(), theirs()
+        for a, b, c in zip(states, others, shared, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+            assert c.state is a
+
+
+def test_states_that_are_set_back(several):
+    """The same tensor, with the values that it had two steps ago."""
+    _, mine, theirs = several
+    for step in (mine, theirs):
+        step()
+        states = [c.state for c in step.caches]
+        before = [s.clone() for s in states], [c.conv.clone() for c in step.caches]
+        step(), step()
+        for cache, state, old, conv in zip(step.caches, states, *before, strict=True):
+            cache.state = state.copy_(old)
+            cache.conv.copy_(conv)
+        step()
+    assert_same_states(mine.caches, theirs.caches)
+
+
+def test_caches_that_share_states(several):
+    """Steps of both, in turns, read what the other ones wrote."""
+    model, mine, theirs = several
+    mine()
+    shared = [RecurrentCache(c.conv, c.state) for c in mine.caches]
+    other = DecodeStep(model, shared, 5, "triton")
+    other.tokens.copy_(mine.tokens)
+    assert together(other) == [3]
+    for step in (other, mine, mine, other):
+        step()
+    for _ in range(5):
+        theirs()
+    assert_same_states(mine.caches, theirs.caches)
+
+
+def test_calls_of_the_model_between_steps(several):
+    """They read up-to-date states and replace them; steps then go on from the new ones."""
+    model, mine, theirs = several
+    more = torch.arange(20).view(5, 4) % VOCAB
+    for steps in (2, 1):
+        for _ in range(steps):
+            a, b = mine().float(), theirs().float()
+            torch.testing.assert_close(a, b, atol=4e-2 * b.abs().max().item(), rtol=0)
+        a, b = (next_logits(model, more, step.caches).float() for step in (mine, theirs))
+        torch.testing.assert_close(a, b, atol=4e-2 * b.abs().max().item(), rtol=0)
+    assert_same_states(mine.caches, theirs.caches)
+
+
+def test_steps_that_use_the_same_caches(several):
+    """Whichever steps run next, they bring the states up to date that others have left."""
+    model, mine, theirs = several
+    mine()
+    other = DecodeStep(model, mine.caches, 5, "triton")
+    other.tokens.copy_(mine.tokens)
+    assert together(other) == [3]
+    before = mine.places()
+    for step in (other, other, mine, other, mine, mine):
+        step()
+    assert mine.places() == before != [0] * len(before)
+    for _ in range(7):
+        theirs()
+    assert unlike(mine.caches, theirs.caches) > 0.05
+    assert_same_states(mine.caches, theirs.caches)
+    other()
+    assert mine.places() != before  # a graph of `mine` would have to be captured again
+
+
+def test_no_graph_holds_what_other_steps_left(several):
+    """A graph is captured only after steps that found the caches as the step before left them."""
+    model, mine, _ = several
+    other, calls = DecodeStep(model, mine.caches, 5, "triton"), []
+    replayed = Replayed(mine, mine.tokens.device, True, mine.places)
+    replayed._eager = lambda: calls.append("eager") or mine()
+    replayed._capture = lambda: calls.append("captured")
+    replayed(), replayed()
+    other()
+    replayed(), replayed()
+    with pytest.raises(AssertionError):  # there is no graph on a CPU
+        replayed()
+    assert calls == ["eager"] * 4 + ["captured"]

@@ -3,7 +3,8 @@ takes, and the launches of rows_product.py, rows_conv.py, rows_state.py and trit
 
 A layer is eight launches. There is one more where its matrices of low ranks do not lie side by
 side, and one more where its convolution has other than four taps. Each kernel starts before the one
-ahead of it has ended (triton/early.py) and loads weights or states meanwhile.
+ahead of it has ended (triton/early.py) and loads weights or states meanwhile. A last launch of the
+step counts it (rows_deferred.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from fla_cp.kernels.sm90.rows_conv import TAPS, ConvShape, rows_conv_kernel
+from fla_cp.kernels.sm90.rows_deferred import Deferred
 from fla_cp.kernels.sm90.rows_product import ROWS, STEP, RowsShape, rows_product_kernel
 from fla_cp.kernels.sm90.rows_state import StateShape, rows_state_kernel
 from fla_cp.kernels.sm90.tma import Described, describe
 from fla_cp.kernels.torch.decoding import StepLayer
 from fla_cp.kernels.triton.conv import MAX_TAPS
-from fla_cp.kernels.triton.decoding import FUSED_ROWS, conv_update
+from fla_cp.kernels.triton.decoding import conv_update
 from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows
 from fla_cp.kernels.triton.early import launch_early, starts_early
 from fla_cp.kernels.triton.launch import cdiv
@@ -30,6 +32,9 @@ from fla_cp.kernels.triton.tile_table import power_of_two
 
 ENABLED = True
 """Whether steps may run layers in these kernels. `python -m benchmarks.decode` measures both."""
+
+LEAST = 2
+"""The fewest sequences: there is a kernel of its own for one (step_layers.py)."""
 
 TILE = 128
 """Rows of a weight in a tile; half as many of the first product, and of each part of SwiGLU."""
@@ -51,22 +56,27 @@ LOW_TILE = 64
 CONV_ROWS, CONV_COLUMNS = 16, 256
 """Sequences and channels of a program of the convolution."""
 
-STATE, STATES = 8192, 96 * 1024
-"""Elements of a tile of a state, and bytes of the tiles of a program of the recurrence."""
+STATE, STATES = 8192, 64 * 1024
+"""Elements of a tile of a state, and bytes of the tiles of a program of the recurrence. Its other
+tensors take 30 KiB with K = V = 128."""
 
 TOGETHER = 2
 """Programs of the recurrence on an SM: one computes while the other one waits."""
 
+ROUND = 4
+"""Steps in which a head writes its state once, a power of two. With more of them there are more
+updates, which take memory, and have to be read and written."""
+
 PACE = 1
-"""How many tiles such a program has on their way, beside the one that it asks for, before the
-kernel ahead has ended. With more, that kernel waits longer for its own inputs."""
+"""How many tiles such a program may have on their way, beside the newest, while it copies its first
+ones. With more, the kernel ahead waits longer for its own inputs."""
 
 WARPS, SUM_WARPS = 4, 16
 """Warps of a program, which have to be four where they multiply, and of a sum of parts."""
 
-REGISTERS = 96
-"""Registers of a thread of products on average. The warps that multiply take those of the warp that
-copies; without a limit, a program would take all that an SM has."""
+REGISTERS, STATE_REGISTERS = 96, 128
+"""Registers of a thread of products, and of the recurrence, on average. The other warps take those
+of the warp that copies; without a limit, a program would take all that an SM has."""
 
 Call = Callable[[Tensor], object]
 """A launch, as a call with the residual stream."""
@@ -94,14 +104,14 @@ class Low(NamedTuple):
 
 
 def takes(s: StepLayer) -> bool:
-    """Whether the kernels take the layer: more sequences than fit one kernel, and at most 64;
+    """Whether the kernels take the layer: two sequences at least, and at most 64;
     normalised q and k; KDA, the gated delta rule, GLA and simple GLA; heads of at most 256 channels
     and of 64, 128 or 256 values; and sizes that TMA can copy, multiples of 8."""
     B, _, K, V = s.state.shape
     ups = [w for w in (s.decay_up, s.gate_up) if w is not None]
     sizes = [*s.down.shape, s.decay, s.gate, *(w.shape[1] for w in ups)]
     return (
-        FUSED_ROWS < B <= int(ROWS)
+        LEAST <= B <= int(ROWS)
         and s.rule.removal != "p"
         and s.rule.gate != "given"
         and s.rule.qk_l2norm
@@ -143,12 +153,13 @@ def low_ranks(s: StepLayer) -> list[Low]:
 
 class RowsRun:
     """A step of several layers: a call replaces x [B, C], bf16, by the residual stream behind them,
-    and updates their windows and states in place.
+    updates their windows in place, and their states or what these lack: `deferred` has a `Deferred`
+    for each layer.
 
     Weights, windows and states must stay where they are. Between two steps of one run there must be
     a launch that does not start early, such as that of torch's lookup of embeddings, because a step
-    reads windows and states before it waits. A CUDA graph may hold a step. programs: as many as the
-    GPU has SMs.
+    reads windows, states and what they lack before it waits. A CUDA graph may hold a step.
+    programs: as many as the GPU has SMs.
     """
 
     def __init__(self, layers: Sequence[StepLayer], programs: int) -> None:
@@ -161,6 +172,11 @@ class RowsRun:
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
         self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
+        # Counts of each layer are 16 bytes apart, since Triton compiles for addresses that are
+        # multiples of 16 and for others. They may be made in inference mode and counted outside.
+        with torch.inference_mode(False):
+            self.steps = torch.zeros(len(layers), 4, dtype=torch.int32, device=self.device)
+        self.deferred: list[Deferred] = []
         self.begin = self._sum(None, s.norm, s.eps)
         self.calls = [self._calls(i) for i in range(len(layers))]
 
@@ -169,6 +185,7 @@ class RowsRun:
         for calls in self.calls:
             for call in calls:
                 call(x)
+        self.steps.add_(1)
 
     def _calls(self, i: int) -> list[Call]:
         """The launches of a layer, as calls with the residual stream."""
@@ -279,9 +296,10 @@ class RowsRun:
         BV = min(V, max(16, STATE // BK))
         programs, slots = min(heads, TOGETHER * self.programs), max(2, STATES // (4 * BK * BV))
         S = StateShape(
-            B, H, HV, K, V, BK, BV, programs, slots, PACE, WARPS, rule.gate, rule.per_head,
+            B, H, HV, K, V, BK, BV, programs, ROUND, slots, PACE, WARPS, rule.gate, rule.per_head,
             rule.removal == "k", rule.beta_factor is not None, s.activation == "silu", self.early,
         )  # fmt: skip
+        self.deferred.append(Deferred(s.state, self.steps[len(self.deferred)], S))
         given = (
             describe(s.state, BK, BV),
             s.state,
@@ -289,6 +307,7 @@ class RowsRun:
             Gate(decay, decay.stride(0), 0, s.A_log, s.dt_bias, rule.lower_bound or 0.0),
             Rows(gate, gate.stride(0), 0),
             Beta(beta, 0 if beta is None else beta.stride(0), rule.beta_factor or 1.0),
+            self.deferred[-1].updates,
             s.o_norm,
             self.o,
             rule.scale,
@@ -298,7 +317,7 @@ class RowsRun:
         launch = partial(launch_early, rows_state_kernel, (programs, 1), *given, early=self.early)
 
         def call(_: Tensor) -> None:
-            launch(num_warps=WARPS)
+            launch(num_warps=WARPS, maxnreg=STATE_REGISTERS)
             if not s.state.is_inference():
                 torch.autograd.graph.increment_version(s.state)
 

@@ -136,6 +136,13 @@ def matrix(columns, n, warps):
 
 
 @gluon.constexpr_function
+def columns_of_warps(columns, n, warps):
+    """Columns of a matrix, some of each warp, n neighbouring elements a thread."""
+    lanes = max(1, min(32, columns // (n * warps)))
+    return gl.BlockedLayout([1, n], [32 // lanes, lanes], [1, warps], [1, 0])
+
+
+@gluon.constexpr_function
 def pairs_of_a_thread(columns, n, warps):
     """The same with two neighbouring rows a thread."""
     lanes = max(1, min(32, columns // n))

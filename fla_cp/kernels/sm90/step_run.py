@@ -147,6 +147,9 @@ class Run:
     may hold a step.
     """
 
+    deferred = ()
+    """A step writes all states."""
+
     def __init__(self, layers: Sequence[StepLayer], S: LayersShape) -> None:
         self.layers, self.shape, device = layers, S, layers[0].into.device
         self.table = torch.tensor([addresses(s) for s in layers], dtype=torch.int64, device=device)

@@ -1,6 +1,7 @@
 """Stages of a decoding step, in plain torch: one token for each of B sequences, forward only."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,28 @@ def conv_update(
     y = (window * weight.to(dtype)).sum(2)
     y = y if bias is None else y + bias.to(dtype)
     return (F.silu(y) if silu else y).to(x.dtype)
+
+
+class Deferred(Protocol):
+    """What a layer's state [B, HV, K, V] lacks, where steps do not write all of it."""
+
+    def write_back(self) -> None:
+        """Brings the state up to date. The host does not wait for it."""
+
+    def reset(self, every_step: bool) -> None:
+        """Says that the state is up to date as it is in memory. every_step: whether the steps that
+        follow write all of it, so that it stays up to date."""
+
+
+class StepRun(Protocol):
+    """Layers that run together: a call replaces x [B, C] by the residual stream behind all of them,
+    and updates their windows and states. deferred: for each layer what its state lacks afterwards;
+    empty if steps write all of their states."""
+
+    @property
+    def deferred(self) -> Sequence[Deferred]: ...
+
+    def __call__(self, x: Tensor) -> None: ...
 
 
 class StepLayer(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
-from fla_cp.kernels.torch.decoding import StepLayer, StepMixer
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepRun
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import (
     chunk_tables,
@@ -111,7 +111,7 @@ class TritonBackend(Backend):
     def step_mixer(self, m: StepMixer) -> Tensor:
         return step_mixer.step_mixer(m) if step_mixer.fits(m) else super().step_mixer(m)
 
-    def step_layers(self, layers: Sequence[StepLayer]) -> Callable[[Tensor], None] | None:
+    def step_layers(self, layers: Sequence[StepLayer]) -> StepRun | None:
         first = layers[0].into
         for generation in GENERATIONS:
             if generation.possible(self.tuning, first.dtype):
