@@ -6,8 +6,8 @@ Such a kernel allows the next one to start with its first instruction. It may th
 step has not written yet: weights that it does not cast, and what the step before has left, namely
 windows, states and what these lack. It has to wait until the kernel ahead has ended before it reads
 or writes anything else. Since every such kernel waits, the end of one means that all kernels before
-it have ended. Launches of other libraries wait for everything before them, and what follows waits for them; one
-of them, the lookup of the tokens' embeddings, stands between two steps.
+it have ended. Launches of other libraries wait for everything before them, and what follows waits
+for them; one of them, the lookup of the tokens' embeddings, stands between two steps.
 """
 
 import torch
