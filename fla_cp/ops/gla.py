@@ -52,7 +52,12 @@ def fused_recurrent_gla(
 def chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[ChunkOptions]
 ) -> tuple[Tensor, ...]:
-    """`chunk_gla` with one decay a head: g [B, T, HV]."""
+    """`chunk_gla` with one decay a head: g [B, T, HV].
+
+    If the decay of a head is the same for all tokens, g is `decay.expand(B, T, HV)`.
+    `fla_cp.compat` takes such a decay as `g_gamma`, as FLA does, and `reverse` in its
+    `fused_recurrent_simple_gla`.
+    """
     return chunk(SIMPLE_GLA, Tensors(q, k, v, g), options)
 
 
