@@ -63,7 +63,7 @@ def test_a_tiny_model_learns_to_recall(tmp_path):
 
 
 def test_the_page_has_the_training_that_was_measured():
-    """And its processor time, and its picture."""
+    """And how long it took, and its picture."""
     page, result = PAGE.read_text(), json.loads(RESULT.read_text())
     assert result["training"] == recall.TRAINING
     (line,) = [x for x in page.splitlines() if x.startswith("fla-cp-train --data needle")]
@@ -73,6 +73,8 @@ def test_the_page_has_the_training_that_was_measured():
     prose = " ".join(page.split())
     assert f"mean of {len(seconds)} trainings with different seeds" in prose
     assert f"{min(seconds):.0f} to {max(seconds):.0f} s of processor time" in prose
+    took = [run["training_s"] for run in result["runs"]]
+    assert f"took {min(took):.0f} to {max(took):.0f} s, and" in prose
     assert "](recall.png)" in page
 
 
