@@ -259,3 +259,18 @@ def test_no_graph_holds_what_other_steps_left(several):
     with pytest.raises(AssertionError):  # there is no graph on a CPU
         replayed()
     assert calls == ["eager"] * 4 + ["captured"]
+
+
+def test_deep_copies_leave_states_to_later_steps(several):
+    """Though those of the cache itself are written in each step."""
+    model, mine, theirs = several
+    states = [c.state for c in mine.caches]
+    copies = copy.deepcopy(mine.caches)
+    other = DecodeStep(model, copies, 5, "triton")
+    other.tokens.copy_(mine.tokens)
+    for _ in range(2):
+        mine(), theirs(), other()
+    assert unlike(copies, theirs.caches) > 0.05
+    assert_same_states(copies, theirs.caches)
+    for a, b in zip(states, theirs.caches, strict=True):
+        torch.testing.assert_close(a, b.state, atol=2e-2, rtol=2e-2)
