@@ -274,3 +274,16 @@ def test_deep_copies_leave_states_to_later_steps(several):
     assert_same_states(copies, theirs.caches)
     for a, b in zip(states, theirs.caches, strict=True):
         torch.testing.assert_close(a, b.state, atol=2e-2, rtol=2e-2)
+
+
+def test_copies_that_share_a_state_nobody_has_read(several):
+    """Steps with the cache keep the state of its copy up to date, and the other way round."""
+    model, mine, theirs = several
+    mine(), theirs()
+    shared = [copy.copy(c) for c in mine.caches]
+    other = DecodeStep(model, shared, 5, "triton")
+    other.tokens.copy_(mine.tokens)
+    for step in (mine, mine, other, other, mine):
+        step(), theirs()
+        assert_same_states(shared, theirs.caches)
+        assert_same_states(mine.caches, theirs.caches)
