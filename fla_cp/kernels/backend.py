@@ -257,6 +257,10 @@ class Backend(ABC):
     def step_product(self, p: StepProduct) -> Tensor:
         """The product with what stands around it, [B, G * R], see `StepProduct`."""
 
+    def argmax(self, x: Tensor) -> Tensor:
+        """[B] int64, the index of the largest number of each row of x [B, N]."""
+        return x.argmax(-1)
+
     def step_layers(self, layers: Sequence[StepLayer]) -> StepRun | None:
         """Layers of one `kind` that run together; None if it has no kernel for them."""
         return None

@@ -369,6 +369,11 @@ def head_logits(x: Tensor, norm: nn.Module, head: nn.Module, impl: str = "auto")
     return backend.step_product(_behind(norm, x, weight.data[None]))
 
 
+def likeliest(logits: Tensor, impl: str = "auto") -> Tensor:
+    """[B] int64, the token with the largest of the logits [B, vocabulary]."""
+    return resolve(impl, logits.device, logits.dtype).argmax(logits)
+
+
 def is_plain_norm(norm: nn.Module) -> TypeGuard[nn.RMSNorm]:
     """Whether a product of a step may compute the norm: it has torch's class, a weight, and no
     hooks."""

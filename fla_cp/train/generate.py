@@ -30,6 +30,7 @@ from torch import Tensor
 from fla_cp import build_cp_context
 from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
+from fla_cp.nn.decoding import likeliest
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.arguments import Parser, by_flags, check_seed
@@ -78,7 +79,7 @@ class Sampling:
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """[B] token ids from logits [B, vocabulary]."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return likeliest(logits)
         # The largest becomes 0, so that quotients overflow to -inf at most, whose chance is 0.
         below = logits.float() - logits.amax(-1, keepdim=True)
         chances = (below / max(self.temperature, COLDEST)).softmax(-1)
@@ -111,8 +112,8 @@ class Statistics:
         first = f"first token after {self.first_token:.3f} s"
         if not self.steps:
             return f"{first}, too few tokens for tokens/s"
-        without = f", not counting {self.left_out} steps that compile and capture"
         rate = self.tokens / self.decoding if self.decoding else 0.0
+        without = f", not counting {self.left_out} steps that compile and capture"
         return f"{first}, then {rate:.1f} tokens/s{without if self.left_out else ''}"
 
 
@@ -174,8 +175,7 @@ def _read(
     chunk: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[list[LayerCache]], list[Tensor]]:
-    """The caches and the next logits of each prompt. chunk: how many tokens go through the model at
-    once, on all ranks together."""
+    """The caches and the next logits of each prompt. chunk: tokens of a call, on all ranks."""
     device = model.embedding.weight.device
     filled, rows = [], []
     before: torch.cuda.Event | None = None

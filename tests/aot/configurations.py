@@ -203,6 +203,15 @@ def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) 
     return list(dict.fromkeys(kernels))
 
 
+def compile_argmax(dtype: torch.dtype, N: int) -> list[Launch]:
+    """The likeliest of N tokens for each of 64 sequences."""
+    from fla_cp.kernels.triton.argmax import argmax
+
+    with launched() as kernels:
+        argmax(torch.zeros(64, N, dtype=dtype))
+    return kernels
+
+
 MIXERS = {
     "KDA": (16, 128, 128, False),
     "KDA, 64 channels": (8, 64, 64, False),
@@ -461,6 +470,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for part in ("projections", "down"):
             call = functools.partial(compile_product, dtype, part, 1, early=True)
             yield f"decode {part} {name} early", call
+        for N in (32000, 151936) if name == "bf16" else (32000,):
+            yield f"decode argmax {N} {name}", functools.partial(compile_argmax, dtype, N)
         for kind in MIXERS if name == "bf16" else ("KDA",):
             call = functools.partial(compile_mixer, dtype, kind)
             yield f"decode mixer {kind} {name}", call

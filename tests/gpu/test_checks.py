@@ -270,13 +270,16 @@ def test_the_gpu_checks_of_layers(small, monkeypatch):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("wrong", ["nothing", "step_product", "conv_update", "step_mixer"])
+@pytest.mark.parametrize(
+    "wrong", ["nothing", "step_product", "conv_update", "step_mixer", "argmax"]
+)
 def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
     """They pass, and they fail on a wrong product, convolution or mixer."""
     parts = {"normed": ("norm",), "SwiGLU": ("norm", "swiglu"), "added": ("onto",)}
     monkeypatch.setattr(decoding, "PRODUCTS", {n: (1, 34, 40, of) for n, of in parts.items()})
     monkeypatch.setattr(decoding, "UPDATES", ((3, 70, 3),))
     monkeypatch.setattr(decoding, "BATCHES", (2, 5))
+    monkeypatch.setattr(decoding, "LOGITS", ((4, 50), (2, 9000)))
     mixers = {"KDA": (1, 1, 16, 40, {}), "GDN": (1, 2, 16, 24, {"per_head": True})}
     monkeypatch.setattr(decoding, "MIXERS", mixers)
     backend = type(resolve("triton", torch.device("cpu"), F32))
@@ -284,17 +287,22 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
         fine = getattr(backend, wrong)
 
         def changed(*given):
-            return fine(*given).mul_(1.5)
+            found = fine(*given)
+            return found.mul_(1.5) if found.is_floating_point() else found.add_(1)
 
         plain = changed if wrong == "step_mixer" else staticmethod(changed)
         monkeypatch.setattr(backend, wrong, plain)
     rows = decoding.check_decoding()
-    assert len(rows) == 3 * (3 * 2 + 1 + 2 * 2)
+    assert len(rows) == 3 * (3 * 2 + 1 + 2 * 2 + 2)
     for row in rows:
+        if "argmax" in row["case"]:
+            assert row["ok"] == (wrong != "argmax"), row
+            continue
         mixer = "mixer" in row["case"]
         stages = mixer and ("B=5" in row["case"] or "GDN" in row["case"])
         update = "convolution" in row["case"]
-        of = {"conv_update": update or stages, "step_mixer": mixer, "nothing": False}
+        of = {"conv_update": update or stages, "step_mixer": mixer}
+        of |= {"nothing": False, "argmax": False}
         assert row["ok"] != of.get(wrong, not (mixer or update)), row
 
 

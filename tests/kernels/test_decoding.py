@@ -121,6 +121,49 @@ def test_convolution_of_a_token(impl, dtype, kept, W, silu, dense):
         assert_within_budget("y", y, exact, exact.to(dtype), factor=4.0)
 
 
+ROWS = {
+    "drawn": lambda x: x,
+    "several of the largest": lambda x: x.round(),
+    "zeros of both signs": lambda x: torch.where(x > 0, -0.0, torch.where(x > -1, 0.0, x)),
+    "infinite": lambda x: torch.where(x > 2, torch.inf, x),
+    "nothing but -inf": lambda x: torch.full_like(x, -torch.inf),
+    "not a number": lambda x: torch.where(x.abs() > 2, -torch.nan, torch.inf),
+    "below zero": lambda x: -x.abs() - 1,
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("N", [1, 70, 8192, 20001])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_largest_of_a_row(name, N, dtype):
+    """Up to three blocks of numbers; rows are part of a wider tensor. Of equal ones, the first."""
+    x = ROWS[name](draw(3, N + 5, seed=N)).to(dtype)[:, :N]
+    found = resolve("triton", x.device, dtype).argmax(x)
+    assert found.dtype == torch.int64
+    for row, index in zip(x.double(), found.tolist(), strict=True):
+        wanted = row.isnan() if row.isnan().any() else row == row.max()
+        assert index == wanted.nonzero()[0].item()
+
+
+@pytest.mark.parametrize("rows, length, kernels", [(2, 90, 1), (2, 101, 0), (4, 101, 1), (0, 9, 0)])
+def test_which_rows_take_the_kernel_of_the_largest(rows, length, kernels, monkeypatch):
+    """Long rows do if there are many of them; torch reads a few long ones with several programs."""
+    from fla_cp.kernels.triton import argmax
+
+    monkeypatch.setattr(argmax, "LONG", 100)
+    monkeypatch.setattr(argmax, "MANY", 4)
+    names, x = [], draw(rows, length, seed=1).to(BF16)
+
+    def run(kernel, grid, *given, **named):
+        names.append(kernel.__name__)
+        kernel[grid](*given)
+
+    with redirected(run):
+        found = argmax.argmax(x)
+    assert names == ["argmax_kernel"] * kernels
+    assert torch.equal(found, x.argmax(1))
+
+
 MIXERS = {
     "KDA": {},
     "KDA, sigmoid, K > V": {"V": 16, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},

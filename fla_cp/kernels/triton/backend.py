@@ -15,6 +15,7 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepRun
 from fla_cp.kernels.torch.intra import Inputs, Spec
+from fla_cp.kernels.triton import argmax as largest
 from fla_cp.kernels.triton import (
     chunk_tables,
     decoding,
@@ -107,6 +108,7 @@ class TritonBackend(Backend):
     recurrent = staticmethod(recurrent.recurrent)
     conv_update = staticmethod(decoding.conv_update)
     step_product = staticmethod(decoding.step_product)
+    argmax = staticmethod(largest.argmax)
 
     def step_mixer(self, m: StepMixer) -> Tensor:
         return step_mixer.step_mixer(m) if step_mixer.fits(m) else super().step_mixer(m)
