@@ -1,8 +1,8 @@
 """The index of the largest number of each row: the likeliest token of a decoding step.
 
 Torch's kernel takes 9 us for a row of 32000 logits on an H200, and 13 us in a decoding step of the
-1.3B model, of which that is more than 1%. This one takes 4 and 5 us. It reads a row with 1024 threads, each of which keeps its largest number so
-far, and compares them once, at the end.
+1.3B model, of which that is more than 1%. This one takes 4 and 5 us. It reads a row with 1024
+threads, each of which keeps its largest number so far, and compares them once, at the end.
 """
 
 import torch
