@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import host, units
-from benchmarks.host import host_milliseconds, steady_milliseconds
+from benchmarks.host import host_milliseconds, on_one_core, steady_milliseconds
 from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
 from benchmarks.shapes import MOST_DIM, SHAPES, Shape
 
@@ -179,6 +179,9 @@ def measure(
             "tflop_s": round(flops / ms / 1e9, 1),
             "share_of_floor": float(f"{floor / ms:.3g}"),
         }
+        if device == "cuda":
+            with on_one_core():
+                row[what]["steady_one_core_host_ms"] = steady_milliseconds(f, device)
         if what == "both" and device == "cuda":
             chained = host_milliseconds(run["chain"], device)
             row[what]["chained_host_ms"] = chained and round(chained / CHAIN, 3)
@@ -260,6 +263,7 @@ def table(rows: list[dict]) -> str:
         "host ms on one thread",
         "host ms in a row",
         "in a row on one thread",
+        "in a row on one core",
         "bare ms in autograd in a row",
         "in a row / that",
         *counts,
@@ -283,11 +287,10 @@ def table(rows: list[dict]) -> str:
             ms = found[-1].get(name)
             line += ["" if ms is None else format(ms, ".2f")]
         line += [pair("steady_host_ms", ".2f")]
-        for name in (
-            "steady_one_thread_host_ms",
-            "steady_bare_autograd_ms",
-            "steady_host_over_bare_autograd",
-        ):
+        x = found[-1].get("steady_one_thread_host_ms")
+        line += ["" if x is None else format(x, ".2f")]
+        line += [pair("steady_one_core_host_ms", ".2f")]
+        for name in ("steady_bare_autograd_ms", "steady_host_over_bare_autograd"):
             x = found[-1].get(name)
             line += ["" if x is None else format(x, ".2f")]
         line += [pair(name) for name in host.COUNTS]

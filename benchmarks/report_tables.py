@@ -257,14 +257,23 @@ def _in_a_row(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     if all(ms(r, "both", "steady_host_ms") is None for r in rows):
         return []
     alone = {
-        "in a row on one thread, ms": "steady_one_thread_host_ms",
         "launches in autograd in a row, ms": "steady_bare_autograd_ms",
         "ratio in a row": "steady_host_over_bare_autograd",
     }
     return [
         ("in a row, ms", both("steady_host_ms", number)),
+        *_both_alone(rows, "in a row on one thread, ms", "steady_one_thread_host_ms"),
+        *_on_one_core(rows),
         *(column for head, name in alone.items() for column in _both_alone(rows, head, name)),
     ]
+
+
+def _on_one_core(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """The column of calls that follow each other in a process on one core, if they were timed."""
+    name = "steady_one_core_host_ms"
+    if all(ms(r, "both", name) is None for r in rows):
+        return []
+    return [("in a row on one core, ms", both(name, number))]
 
 
 def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:

@@ -9,7 +9,8 @@ OPS = (
     "chained_host_ms is this time for one of {chain} calls that share one backward, as in a model. "
     "one_thread_host_ms is this time if the backward runs on the calling thread, as in the "
     "trainer, and not on autograd's own. Names with steady_ are of calls that follow each other, "
-    "with no wait for the GPU between them. bare_ms is the time in which the host launches the "
+    "with no wait for the GPU between them; one_core: all threads of the process share one core of "
+    "the host. bare_ms is the time in which the host launches the "
     "same kernels and does nothing else; for bare_autograd_ms, it launches those of the backward "
     "in a backward of autograd. peak_gib is the most GPU memory in use, in GiB"
 )

@@ -1,7 +1,9 @@
 """The benchmarks run, count what they say, and find a slowdown."""
 
 import json
+import os
 import sys
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -96,9 +98,9 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [24, 24]
+    assert [len(line) for line in cells] == [25, 25]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[22].strip() for line in cells] == ["", "1.25x"]
+    assert [line[23].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
@@ -115,6 +117,8 @@ def test_table_has_the_work_of_the_host(result):
     row["both"]["host_over_bare_autograd"] = 1.5
     row["forward"]["steady_host_ms"] = 0.05
     row["both"] |= {"steady_host_ms": 0.1, "steady_one_thread_host_ms": 0.07}
+    for n, what in enumerate(("forward", "both"), 1):
+        row[what]["steady_one_core_host_ms"] = 0.03 * n
     row["both"] |= {"steady_bare_autograd_ms": 0.08, "steady_host_over_bare_autograd": 1.25}
     head, _, line = ([c.strip() for c in line.split("|")] for line in ops.table([row]).split("\n"))
     cells = dict(zip(head, line, strict=True))
@@ -123,6 +127,7 @@ def test_table_has_the_work_of_the_host(result):
     assert cells["host ms on one thread"] == "0.09"
     assert (cells["bare ms in autograd"], cells["host / that"]) == ("0.08", "1.50")
     assert (cells["host ms in a row"], cells["in a row on one thread"]) == ("0.05 / 0.10", "0.07")
+    assert cells["in a row on one core"] == "0.03 / 0.06"
     assert (cells["bare ms in autograd in a row"], cells["in a row / that"]) == ("0.08", "1.25")
     assert (cells["launches"], cells["torch ops"]) == ("2 / 4", "0 / 0")
     assert (cells["allocations"], cells["descriptors"]) == ("7 / 14", "1 / 1")
@@ -131,12 +136,35 @@ def test_table_has_the_work_of_the_host(result):
     cells = [c.strip() for c in line.strip("|").split("|")][1:]
     assert cells[:3] == ["0.0600 / 0.120", "0.0200 / 0.0400", "3.00 / 3.00"]
     assert cells[3:6] == ["0.0800", "1.50", "0.0900"]
-    assert cells[6:10] == ["0.0500 / 0.100", "0.0700", "0.0800", "1.25"]
-    assert cells[10:] == ["2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    assert cells[6:9] == ["0.0500 / 0.100", "0.0700", "0.0300 / 0.0600"]
+    assert cells[9:11] == ["0.0800", "1.25"]
+    assert cells[11:] == ["2 / 4", "0 / 0", "7 / 14", "1 / 1"]
     del row["both"]["bare_autograd_ms"], row["both"]["steady_bare_autograd_ms"]
     assert "autograd" not in report_tables.of_host(found)
     del row["forward"]["launches"]
     assert report_tables.of_host(found) == ""
+
+
+def test_all_threads_share_a_core_and_get_theirs_back():
+    """Also if a thread ends in between, or starts."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the process may use one core only")
+    ends, waits, usual = threading.Event(), threading.Event(), os.sched_getaffinity(0)
+    short, long = (threading.Thread(target=event.wait) for event in (ends, waits))
+    short.start()
+    long.start()
+    with host.on_one_core():
+        seen = [os.sched_getaffinity(n) for n in (0, short.native_id, long.native_id)]
+        ends.set()
+        short.join()
+        late = threading.Thread(target=waits.wait)
+        late.start()
+    after = [os.sched_getaffinity(n) for n in (0, long.native_id, late.native_id)]
+    waits.set()
+    long.join()
+    late.join()
+    assert len(seen[0]) == 1 and seen == [seen[0]] * 3
+    assert after == [usual] * 3
 
 
 def test_launches_in_autograd_are_made_in_its_directions():
