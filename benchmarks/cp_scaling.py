@@ -112,6 +112,7 @@ def layer(shape: Shape, context: Any, device: str) -> Runs:
     hidden = HIDDEN if on_cuda() else 32
     dtype = torch.bfloat16 if on_cuda() else torch.float32
     module = KimiDeltaAttention(hidden, shape.H, shape.K, num_v_heads=shape.HV).to(device, dtype)
+    module.core.float()  # as in the trainer; with rates in bf16, even one rank calls each module
     x = torch.randn(1, context.local_tokens, hidden, device=device, dtype=dtype).requires_grad_()
     dy = torch.randn_like(x)
     leaves = [x, *module.parameters()]

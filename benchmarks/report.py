@@ -132,7 +132,9 @@ SECTIONS = (
         "One document lies over all GPUs, and a time is that of a forward and a backward on the "
         "slowest rank. Efficiency is one GPU's time for one GPU's share of the tokens, divided by "
         "the measured time. Host, where it was measured, is the time until the call returns, "
-        "exchanges included, in the forward / in both directions.",
+        "exchanges included, in the forward / in both directions. MiB received follows from the "
+        "table in [design.md](design.md#exchange). With *symmetric* on more than two GPUs a rank "
+        "receives less, 4 MiB, because one kernel passes the state on (in files since 2026-11-24).",
         has("kind"),
         lambda r: report_scaling.scaling(r, "operator"),
         report_scaling.scaling_command,
@@ -141,7 +143,9 @@ SECTIONS = (
     Section(
         "A layer over several GPUs",
         "This is the same run with one whole KDA layer of hidden size 4096 in place of the "
-        "operator.",
+        "operator. Over several ranks, the host calls each module of a layer by itself. In files "
+        "until 2026-11-27 it does so on one GPU, too, because the decay rates were in bf16; "
+        "[host time of a layer](#host-time-of-a-layer) shows a layer that is one call.",
         has("kind"),
         lambda r: report_scaling.scaling(r, "layer"),
         report_scaling.scaling_command,

@@ -25,6 +25,7 @@ from fla_cp.comm import (
     affine,
     make_exchange,
     measure_exchange,
+    peer_memory,
 )
 from fla_cp.comm.affine import PeerFold, leave
 from fla_cp.comm.carry import AffineMap, carry
@@ -195,6 +196,27 @@ def test_what_the_kernel_reads_is_held_until_the_wait(monkeypatch, reverse):
     wait()
     gc.collect()
     assert read[0]() is None
+
+
+@pytest.mark.parametrize(
+    "reason, known, capturing, taken",
+    [
+        ("", True, True, Symmetric),
+        ("", False, False, Symmetric),
+        ("", False, True, AllGather),  # to find out would take a collective
+        ("its ranks are on several hosts", True, False, AllGather),
+        ("its ranks are on several hosts", False, False, AllGather),
+    ],
+)
+def test_states_are_gathered_where_memory_is_not_shared(
+    monkeypatch, reason, known, capturing, taken
+):
+    for scheme in (Symmetric, AllGather):
+        monkeypatch.setattr(scheme, "start", lambda self, *_: type(self))
+    monkeypatch.setattr(peer_memory, "known", lambda group: known)
+    monkeypatch.setattr(peer_memory, "why_not", lambda group: reason)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert SymmetricOrGather(object()).start(None, None) is taken
 
 
 def test_symmetric_is_refused_with_the_reason():

@@ -5,12 +5,16 @@ import pickle
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from fla_cp.train import step
 from fla_cp.train.data import ArraySource, PackedDataset, StepBatchSampler, batch_hash, collate
@@ -230,6 +234,57 @@ def test_feed_reads_ahead_in_order(ranks):
                 assert torch.equal(placed[0], tokens) and torch.equal(placed[1], labels)
                 assert placed[2].global_cu_seqlens == context.global_cu_seqlens
             assert not ahead.read_ahead()
+
+
+@pytest.mark.parametrize("device, workers", [("cuda", 2), ("cpu", 0)])
+def test_batches_for_a_gpu_are_pinned_and_copied_ahead(ranks, monkeypatch, device, workers):
+    """By workers, and on a stream of their own. Objects that do nothing stand in for the GPU."""
+    made, streams, placed = [], [], []
+
+    def loading(*given, **options):
+        made.append((options["num_workers"], options["pin_memory"]))
+        options |= {"num_workers": 0, "pin_memory": False, "multiprocessing_context": None}
+        return DataLoader(*given, **options | {"worker_init_fn": None})
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr("fla_cp.train.loader.DataLoader", loading)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream of its own")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(step, "place", lambda *given: placed.append([*streams]))
+    config = parse(["--device", "cpu", "--seq-len", "50", "--global-batch-size", "4"])
+    there = replace(ranks, device=torch.device(device))
+    with Feed(config, dataset(), there, 0) as feed:
+        feed.read_ahead()
+    gpu = device == "cuda"
+    assert made == [(workers, gpu)]
+    assert placed == [["a stream of its own" if gpu else None]]
+
+
+class Copies(TorchFunctionMode):
+    """Notes of each copy to a device whether the host may go on meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            self.found.append((kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_copies(ranks):
+    config = parse(["--device", "cpu", "--seq-len", "50", "--global-batch-size", "4"])
+    data = dataset()
+    (share,) = Sharing(2, 1, 0, "contiguous")([data[0], data[1]])
+    with Copies() as copies:
+        step.place(share, config, ranks)
+    assert len(copies.found) >= 3 and all(copies.found)
 
 
 def test_the_next_batch_is_agreed_on_ahead(ranks, monkeypatch):

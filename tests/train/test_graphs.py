@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fla_cp.train import graphs
+from fla_cp.train import build, graphs
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
 from fla_cp.train.graphs import (
@@ -290,6 +290,30 @@ def test_auto_for_hybrids_and_experts(flags, dtype, compiled, monkeypatch):
         gpus = SimpleNamespace(device=torch.device("cuda"), at_end=[], world_size=ranks)
         found = graphs_of(model, config, gpus)
         assert (found is not None) == (not flags or (dtype == "bfloat16" and ranks == 1))
+
+
+@pytest.mark.parametrize(
+    "device, flags, compiled",
+    [
+        ("cuda", "", True),
+        ("cuda", "--remat full", True),
+        ("cuda", "--compile off", False),
+        ("cuda", "--remat selective", False),
+        ("cpu", "", False),
+        ("cpu", "--compile", True),
+    ],
+)
+def test_blocks_are_compiled_by_default_on_gpus(device, flags, compiled, monkeypatch):
+    found = []
+    monkeypatch.setattr(build, "allocate", lambda *given: None)
+    monkeypatch.setattr(build, "compile_blocks", found.append)
+    config = parse([*MODEL, *flags.split()]).model
+    ranks = SimpleNamespace(device=torch.device(device))
+    build.build_sharded(config, 300, None, ranks, torch.float32)
+    assert len(found) == compiled
+    # a graph for all packings takes no compiled blocks, unless they are asked for
+    build.build_sharded(config, 300, None, ranks, torch.float32, compiled=False)
+    assert len(found) == compiled + ("--compile" in flags.split()[-1:])
 
 
 def test_graphs_end_before_the_ranks_group():

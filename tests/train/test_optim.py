@@ -263,3 +263,23 @@ def test_wsd_is_stable_and_then_decays():
     rates = [learning_rate(long, step, 10) for step in range(1, 11)]
     assert rates[7] == 1.0 and rates[8:] == pytest.approx([0.5, 0.0])
     assert all(math.isfinite(learning_rate(long, step, 10)) for step in (1, 10, 11, 50))
+
+
+def test_wsd_is_that_of_transformers():
+    """Its linear form. Only the warm-up differs, which there begins at the smallest rate."""
+    wsd = pytest.importorskip("transformers.optimization").get_wsd_schedule
+    warmup, stable, decay = 4, 11, 5
+    sizes = {"num_warmup_steps": warmup, "num_stable_steps": stable, "num_decay_steps": decay}
+    for smallest in (0.0, 0.1):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        (theirs,) = wsd(optimizer, **sizes, decay_type="linear", min_lr_ratio=smallest).lr_lambdas
+        config = OptimConfig(
+            lr=1.0,
+            warmup_steps=warmup,
+            min_lr_ratio=smallest,
+            schedule="wsd",
+            decay_ratio=decay / (warmup + stable + decay),
+        )
+        for step in range(1 if smallest == 0 else warmup, warmup + stable + decay + 1):
+            rate = learning_rate(config, step, warmup + stable + decay)
+            assert rate == pytest.approx(theirs(step)), step

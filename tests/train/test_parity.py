@@ -178,7 +178,8 @@ def test_compiled_blocks_train_like_one_rank(gloo_pool, short_texts, split, mixe
     found = gloo_pool.run(compiled_reports, flags, short_texts, mixer)
     (report, _), *_ = found
     assert report.passed, report.table()
-    assert all(graphs > 0 for _, graphs in found)
+    # rank 0 also compiles for one rank, in two dtypes
+    assert found[0][1] > 0 and all(0 < graphs <= 2 for _, graphs in found[1:])
 
 
 @quiet
