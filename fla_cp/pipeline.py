@@ -40,9 +40,9 @@ class PlanKey:
 
     @classmethod
     def of(cls, packing: Packing, links: Links, exchange: Exchange) -> PlanKey:
-        """The key of a plan. For a packing with a frame, the sizes and the links decide; fixed
-        links count only by who owns which slot. Without a frame, the whole packing decides. A key
-        does not keep the group alive."""
+        """The key of a plan. For a packing with a frame, sizes decide, who owns which slot, and
+        whether anything is sent, with or without transitions. Without a frame, the whole packing
+        and the links decide. A key does not keep the group alive."""
         where = packing.tokens, packing.ranges
         if packing.frame is not None:
             return cls.framed(*where, packing.frame, links, exchange)
@@ -55,10 +55,8 @@ class PlanKey:
     ) -> PlanKey:
         """The key of all packings that have this frame and that many tokens and ranges on the
         rank."""
-        where = tokens, ranges, cls._scheme(exchange), frame
-        if not links.fixed:
-            return cls(*where, links)
-        return cls(*where, links.owner, links.row, links.slots_per_rank)
+        where, sent = (tokens, ranges, cls._scheme(exchange), frame), (links.any, links.any_through)
+        return cls(*where, links.owner, links.row, links.slots_per_rank, links.fixed, *sent)
 
     @staticmethod
     def _scheme(exchange: Exchange) -> Hashable:

@@ -58,7 +58,8 @@ class FoldTable(NamedTuple):
     first [C+1]: the index of each chain's first step, and the number of all steps.
     start [C]: the row of the state that enters each chain (-1: it is zero).
     entry [C]: the row of the result that receives this state.
-    transition, offset, store: the fields of each step's `FoldStep`.
+    transition, offset, store: the fields of each step's `FoldStep`. Steps behind those of the last
+        chain belong to none.
     """
 
     first: tuple[int, ...]
@@ -69,14 +70,17 @@ class FoldTable(NamedTuple):
     store: tuple[int, ...]
 
     @classmethod
-    def of(cls, chains: Sequence[tuple[int, int, Sequence[tuple[int, int, int]]]]) -> Self:
+    def of(
+        cls, chains: Sequence[tuple[int, int, Sequence[tuple[int, int, int]]]], size: int = 0
+    ) -> Self:
         """From the (start, entry, steps) of each chain. A step is a `FoldStep` or a tuple of its
-        fields."""
+        fields. size: the least number of steps, including those that belong to no chain."""
         first: list[int] = [0]
         steps: list[tuple[int, int, int]] = []
         for _, _, own in chains:
             steps += own
             first.append(len(steps))
+        steps += [FoldStep()] * (size - len(steps))
         columns = tuple(zip(*steps, strict=True)) or ((), (), ())
         starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
         return cls(tuple(first), starts, entries, *columns)

@@ -60,11 +60,11 @@ def framed(
     """The packing filled up to rounded sizes, so that calls on similar packings share programs.
 
     packing: that of `packing_on`. None if it has a frame, for a single document, because calls on
-    single documents share programs anyway, and unless each rank has exactly one range, with tokens.
+    single documents share programs anyway, and if a rank has no ranges, or one without tokens.
     """
     if packing.frame is not None or len(offsets) == 2:
         return None
-    if any(len(r) != 1 or r[0][0] == r[0][1] for r in ranges):
+    if any(not own or any(lo == hi for lo, hi in own) for own in ranges):
         return None
     chunk = packing.chunk
     frame = Frame.around_ranks([load.counts for load in packing.loads], rank, chunk)

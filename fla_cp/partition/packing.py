@@ -56,20 +56,21 @@ class Frame(NamedTuple):
 
     sequences: how many the global batch has. segments, chunks: how many there are, including
     segments and chunks without tokens that fill the list. The last segment, the spare, never has
-    tokens. enters, leaves: whether a state may come from another rank, or go to one. largest: see
-    `Packing.largest`; None means this rank's own counts. filled: how many chunks at the front have
-    tokens in every packing. passes: whether a state may pass through the rank; None: it may if one
-    may enter and one may leave. chunk: how many tokens a chunk has.
+    tokens. enters, leaves: into how many of the rank's ranges a state may come from the range
+    before, and out of how many one may go on. largest: see `Packing.largest`; None means this
+    rank's own counts. filled: how many chunks at the front have tokens in every packing. passes:
+    through how many ranges a state may pass; None: through one if states may enter and leave.
+    chunk: how many tokens a chunk has.
     """
 
     sequences: int
     segments: int
     chunks: int
-    enters: bool
-    leaves: bool
+    enters: int
+    leaves: int
     largest: Counts | None = None
     filled: int = 0
-    passes: bool | None = None
+    passes: int | None = None
     chunk: int = CHUNK
 
     @classmethod
@@ -84,21 +85,21 @@ class Frame(NamedTuple):
         step = max(8, _half_power(chunks) // 16)
         full = _rounded(chunks, step)
         filled = max(0, full - step)
-        return cls(0, room, full, enters=False, leaves=False, filled=filled, chunk=chunk)
+        return cls(0, room, full, enters=0, leaves=0, filled=filled, chunk=chunk)
 
     @classmethod
     def around_ranks(cls, counts: Sequence[Counts], rank: int, chunk: int = CHUNK) -> Frame:
-        """The frame of packings that are like one with these counts, on a rank with one range.
-        counts: those of all ranks' parts. chunk: how many tokens a chunk has. It is exact whether a
-        state enters, leaves and passes. So is a number of segments below 4, because with so few, an
-        empty segment could change which kernels are chosen."""
+        """The frame of packings that are like one with these counts. counts: those of all ranks'
+        parts. chunk: how many tokens a chunk has. It is exact how many states enter, leave and
+        pass. So is a number of segments below 4, because with so few, an empty segment could change
+        which kernels are chosen."""
         frames = []
         for c in counts:
             frame = cls.around(c.everything, c.chunks, chunk)
             if c.everything < 4:
                 frame = frame._replace(segments=c.everything + 1)
-            enters, leaves, passes = c.carried > 0, c.feeding > 0, c.middle > 0
-            frames.append(frame._replace(enters=enters, leaves=leaves, passes=passes))
+            frame = frame._replace(enters=c.carried, leaves=c.feeding, passes=c.middle)
+            frames.append(frame)
         largest = Counts.largest(frame.counts for frame in frames)
         largest = largest._replace(everything=largest.everything - 1)
         return frames[rank]._replace(largest=largest)
@@ -107,21 +108,22 @@ class Frame(NamedTuple):
     def of(
         cls, sequences: int, tokens: int, chunk: int = CHUNK, *, enters: bool, leaves: bool
     ) -> Frame:
-        """The frame of a rank with one range of `tokens` tokens."""
+        """The frame of a rank with one range of `tokens` tokens. enters, leaves: whether a state
+        may come from another rank, or go to one."""
         parts = min(sequences, tokens)
         chunks = (tokens + (chunk - 1) * parts) // chunk
         filled = -(-tokens // chunk)
-        return cls(sequences, parts + 1, chunks, enters, leaves, filled=filled, chunk=chunk)
+        crosses = int(enters), int(leaves)
+        return cls(sequences, parts + 1, chunks, *crosses, filled=filled, chunk=chunk)
 
     @property
     def counts(self) -> Counts:
-        each = self.segments, self.leaves, self.enters, self.through, self.chunks
-        return Counts(*map(int, each))
+        return Counts(self.segments, self.leaves, self.enters, self.through, self.chunks)
 
     @property
-    def through(self) -> bool:
-        """Whether a state may pass through the rank."""
-        return self.enters and self.leaves if self.passes is None else self.passes
+    def through(self) -> int:
+        """Through how many ranges a state may pass."""
+        return min(self.enters, self.leaves, 1) if self.passes is None else self.passes
 
 
 def _rounded(n: int, step: int) -> int:
@@ -141,10 +143,9 @@ class Packing(Tabled):
     ranges: how many token ranges the rank owns. segments: see `Segment`. empty: the sequences
     without tokens whose final state this rank provides.
     chunk: how many tokens a chunk has.
-    frame: the sizes to which segments and chunks are filled up. With a frame, exactly one segment
-    is in `carried` if a state may enter the rank, one is in `feeding` if a state may leave it, and
-    one is in `middle` if a state may pass. It is the segment with the tokens, or else the spare,
-    whose map nobody reads.
+    frame: the sizes to which segments and chunks are filled up. With a frame, `carried`, `feeding`
+    and `middle` have as many segments as there are ranges that a state may enter, leave and pass.
+    If this packing has none for the only such range, it is the spare, whose map nobody reads.
     loads: the workloads of all ranks, cut in the same way; empty if the rank is alone or has a
     frame.
     """
@@ -170,10 +171,11 @@ class Packing(Tabled):
         loads: tuple[Workload, ...] = (),
         chunk: int = CHUNK,
     ) -> Packing:
-        """The packing of the global token `ranges` (default: all tokens), in the given order. With
-        a frame there must be one range. loads: the workloads of all ranks, before cuts.
-        segment_chunks: cut into segments of at most that many chunks. counts_empty: whether this
-        rank provides the final states of sequences without tokens."""
+        """The packing of the global token `ranges` (default: all tokens), in the given order.
+        frame: with several ranges, one that has exactly as many states that enter, leave and pass.
+        loads: the workloads of all ranks, before cuts. segment_chunks: cut into segments of at most
+        that many chunks. counts_empty: whether this rank provides the final states of sequences
+        without tokens."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
         segments: list[Segment] = []
@@ -262,22 +264,25 @@ class Packing(Tabled):
     def carried(self) -> tuple[int, ...]:
         """Indices of the segments that a state enters, from this rank or another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins)
-        return self._or_spare(which, self.frame is not None and self.frame.enters)
+        return self._or_spare(which, 0 if self.frame is None else self.frame.enters)
 
     @cached_property
     def feeding(self) -> tuple[int, ...]:
         """Indices of the segments that hand their state on, on this rank or to another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.ends)
-        return self._or_spare(which, self.frame is not None and self.frame.leaves)
+        return self._or_spare(which, 0 if self.frame is None else self.frame.leaves)
 
     @cached_property
     def middle(self) -> tuple[int, ...]:
         """Indices of the segments through which a state passes. Only these need a transition."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
-        return self._or_spare(which, self.frame is not None and self.frame.through)
+        return self._or_spare(which, 0 if self.frame is None else self.frame.through)
 
-    def _or_spare(self, which: tuple[int, ...], needed: bool) -> tuple[int, ...]:
-        return (len(self.segments) - 1,) if needed and not which else which
+    def _or_spare(self, which: tuple[int, ...], needed: int) -> tuple[int, ...]:
+        """`which`, or the spare if there is to be one segment and none is in `which`."""
+        found = (len(self.segments) - 1,) if needed == 1 and not which else which
+        assert self.frame is None or len(found) == needed, "the frame is that of other packings"
+        return found
 
     @property
     def count(self) -> int:

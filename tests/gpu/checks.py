@@ -483,6 +483,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.drafts import check_drafts
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
+    from tests.gpu.frames import check_frames
     from tests.gpu.layers import check_layers, check_norm
     from tests.gpu.short_chunks import short_parts
     from tests.gpu.step_layers import check_step_layers
@@ -497,7 +498,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {"drafts": check_drafts, "clock": check_clock, "step layers": check_step_layers}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
-    found["split heads"] = check_split
+    found |= {"split heads": check_split, "frames": check_frames}
     found |= short_parts()
     for K, V in SIZES:
         for n in range(3):

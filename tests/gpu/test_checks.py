@@ -1,12 +1,15 @@
 """The checks for a GPU, tried on the CPU: they pass, and they fail on a wrong result."""
 
 import functools
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 
 import fla_cp.ops.wide_heads
 from fla_cp import kda_gate
+from fla_cp.comm.exchange import all_gather
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.recurrent import Pool
 from fla_cp.nn import grouped
@@ -26,6 +29,7 @@ from tests.gpu import (
     drafts,
     exchange,
     experts,
+    frames,
     layers,
     short_chunks,
     step_layers,
@@ -267,6 +271,27 @@ def test_the_gpu_checks_of_layers(small, monkeypatch):
 
     monkeypatch.setattr(backend, "gated_norm_bwd", staticmethod(wrong))
     assert not any(row["ok"] for row in layers.check_norm() + layers.check_layers())
+
+
+@pytest.mark.bits
+def test_the_gpu_check_of_frames(small, monkeypatch):
+    """On the CPU nothing is replayed, and packings have no frames. It fails on wrong states."""
+    for name, value in {"TOKENS": 40, "DIM": 8, "PACKINGS": 3, "IMPL": "torch"}.items():
+        monkeypatch.setattr(frames, name, value)
+    rows = frames.check_frames()
+    assert len(rows) == 4 and all(row["ok"] and row["replayed"] == 0 for row in rows), rows
+    plain, fold = frames.counted, all_gather.fold_wires
+
+    @contextmanager
+    def wrong():
+        with plain() as ran, mock.patch.object(all_gather, "fold_wires", wrong_fold):
+            yield ran
+
+    def wrong_fold(*given):
+        return fold(*given).mul_(1.5)
+
+    monkeypatch.setattr(frames, "counted", wrong)
+    assert not any(row["ok"] for row in frames.check_frames())
 
 
 @pytest.mark.bits

@@ -68,9 +68,10 @@ def unreplayed(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
     group: dist.ProcessGroup | None = None,
+    zigzag: bool = False,
 ) -> int:
     """How many directions of calls with new packings are not replayed. group: if given, its ranks
-    share the documents, and each has T tokens."""
+    share the documents, and each has T tokens, in two ranges if they are `zigzag`."""
     ran = []
     for name in ("forward", "backward"):
         run = getattr(pipeline, name)
@@ -88,6 +89,8 @@ def unreplayed(
     for packing in host.packings(count, ranks * T, seed, "cpu"):
         if group is not None:
             how = {"check": False, "exchange": "all_gather"}
+            if zigzag:
+                how["token_ranges"] = fla_cp.zigzag_token_ranges(ranks * T, ranks)
             packing = {"cp_context": fla_cp.build_cp_context(**packing, group=group, **how)}
         o, _ = getattr(fla_cp, operator)(*x, **options, **packing)
         torch.autograd.grad(o, x, torch.empty_like(o))
@@ -239,15 +242,17 @@ SHARED = 24
 
 
 @pytest.mark.parametrize("operator", ["chunk_kda", "chunk_gated_delta_rule"])
-@pytest.mark.parametrize("T, H, ranks, rank", [
-    (2048, 32, 3, 1), (2048, 4, 3, 0), (8192, 32, 3, 2), (2048, 4, 1, 0),
+@pytest.mark.parametrize("T, H, ranks, rank, zigzag", [
+    (2048, 32, 3, 1, False), (2048, 4, 3, 0, False), (8192, 32, 3, 2, False),
+    (2048, 4, 1, 0, False), (8192, 32, 2, 1, True), (2048, 4, 4, 1, True),
 ])  # fmt: skip
 def test_new_packings_under_contexts_are_replayed(
-    machine, monkeypatch, operator, T, H, ranks, rank
+    machine, monkeypatch, operator, T, H, ranks, rank, zigzag
 ):
     """Ranks share documents, whose states cross them."""
     with one_of(ranks, rank) as group:
-        unreplayed(operator, T, H, 2 * WARM, 1, monkeypatch, group)
-        assert unreplayed(operator, T, H, NEW, 0, monkeypatch, group) <= NEW // 5
+        unreplayed(operator, T, H, 2 * WARM, 1, monkeypatch, group, zigzag)
+        left = unreplayed(operator, T, H, NEW, 0, monkeypatch, group, zigzag)
+        assert left <= NEW // 5
     (known,) = known_calls.values()
     assert len(known.kind.forward.known) <= SHARED and len(known.kind.backward.known) <= SHARED

@@ -1,6 +1,8 @@
 """Calls on packings that are filled up to the sizes of others, under contexts of several ranks,
 return the same bits as calls on the packings themselves."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fla_cp import build_cp_context
 from fla_cp.ops import family
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
-from fla_cp.partition.token_ranges import contiguous_token_ranges
+from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.partition.workload import Counts, Workload
 from fla_cp.pipeline import PlanKey
 from tests.support.ranks import run_threads
@@ -22,6 +24,9 @@ PACKINGS = {
     "short ones": (0, 1, 2, 3, 60, 61, 62, 63, 64, 65, 66, 150, T),
     "empty ones": (0, 0, 30, 30, 30, T, T),
 }
+ALL_CROSS = (0, 5, 202, T)
+"""One document begins in the first range and ends in the last one, whoever owns those between."""
+
 OPERATORS = {
     "kda": (fla_cp.chunk_kda, (8,), {"safe_gate": True}),
     "gdn": (fla_cp.chunk_gated_delta_rule, (), {}),
@@ -45,8 +50,16 @@ def results(context, name, impl):
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
-def framed_equals_exact(group, rank, name, impl, packings, exchange):
-    used = []
+def ranges_of(kind, R):
+    """Ranges of R ranks. "uneven": several a rank, of any lengths, in any order."""
+    if kind == "uneven":
+        pieces = list(pairwise([0, 3, 50, 64, 90, 128, 129, T]))
+        return [pieces[r::R][::-1] for r in range(R)]
+    return {"zigzag": zigzag_token_ranges, "contiguous": contiguous_token_ranges}[kind](T, R)
+
+
+def framed_equals_exact(group, rank, name, impl, packings, exchange, kind="contiguous"):
+    used, ranges = [], ranges_of(kind, group.size())
 
     def framed(context, *_):
         used.append(context.framed(context.packing))
@@ -55,7 +68,9 @@ def framed_equals_exact(group, rank, name, impl, packings, exchange):
     for offsets in packings:
         found = []
         for shared in (None, framed):
-            context = build_cp_context(torch.tensor(offsets), group, exchange=exchange)
+            context = build_cp_context(
+                torch.tensor(offsets), group, exchange=exchange, token_ranges=ranges
+            )
             with pytest.MonkeyPatch.context() as patch:
                 if shared is not None:
                     patch.setattr(family, "_shared_packing", shared)
@@ -76,6 +91,33 @@ def test_torch_stages_give_the_same_bits(gloo_pool, name, exchange):
 
 
 @pytest.mark.bits
+@pytest.mark.parametrize("name, exchange, kind, ranks", [
+    ("kda", "all_gather", "zigzag", 2),
+    ("gdn", "all_gather", "zigzag", 3),
+    ("gdn", "ring", "zigzag", 2),
+    ("gdn", "scan", "zigzag", 3),
+    ("gdn", "heads", "zigzag", 3),
+    ("gdn", "all_gather", "uneven", 3),
+])  # fmt: skip
+def test_several_ranges_give_the_same_bits(gloo_pool, name, exchange, kind, ranks):
+    given = name, "torch", [*PACKINGS.values(), ALL_CROSS], exchange, kind
+    found = gloo_pool.run(framed_equals_exact, *given, world_size=ranks)
+    assert len(found) == ranks and all(all(segments) for segments in found)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("packing", [
+    "documents cross",
+    pytest.param("one passes a rank", marks=pytest.mark.wide),
+])  # fmt: skip
+def test_kernels_give_the_same_bits_with_several_ranges(gloo_pool, packing):
+    pytest.importorskip("triton")
+    given = "gdn", "triton", [PACKINGS[packing]], "all_gather", "zigzag"
+    found = gloo_pool.run(framed_equals_exact, *given, world_size=2)
+    assert all(all(segments) for segments in found)
+
+
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "name, packing",
     [
@@ -93,9 +135,9 @@ def test_kernels_give_the_same_bits(gloo_pool, name, packing):
     assert all(all(segments) for segments in found)
 
 
-def frames(offsets, R=3):
+def frames(offsets, R=3, kind="contiguous"):
     """The framed packings of all ranks, and their links."""
-    ranges = tuple(contiguous_token_ranges(offsets[-1], R))
+    ranges = tuple(tuple(own) for own in ranges_of(kind, R))
     counts = [Workload.of(offsets, own).counts for own in ranges]
     found = [
         Packing.build(offsets, own, frame=Frame.around_ranks(counts, rank))
@@ -104,10 +146,11 @@ def frames(offsets, R=3):
     return found, link_slots(offsets, ranges)
 
 
-@pytest.mark.parametrize("offsets", PACKINGS.values(), ids=PACKINGS)
-def test_a_frame_adds_only_spare_entries(offsets):
-    framed, _ = frames(offsets)
-    ranges = contiguous_token_ranges(T, 3)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "uneven"])
+@pytest.mark.parametrize("offsets", [*PACKINGS.values(), ALL_CROSS], ids=[*PACKINGS, "all cross"])
+def test_a_frame_adds_only_spare_entries(offsets, kind):
+    framed, _ = frames(offsets, kind=kind)
+    ranges = ranges_of(kind, 3)
     for rank, (packing, own) in enumerate(zip(framed, ranges, strict=True)):
         exact = Packing.build(offsets, own)
         assert packing.segments[: len(exact.segments)] == exact.segments
@@ -143,9 +186,9 @@ def test_keys_of_frames_tell_crossings_apart():
 
 @pytest.mark.parametrize("options", [
     {"exchange": "all_gather", "max_sequences": 5},
-    {"token_ranges": [[(0, 50), (150, T)], [(50, 150)]]},
     {"token_ranges": [[(0, T)], [(0, 0)]]},
-], ids=["fixed", "two ranges", "no tokens"])  # fmt: skip
+    {"token_ranges": [[(0, 50), (50, 50)], [(50, T)]]},
+], ids=["fixed", "no tokens", "a range without tokens"])  # fmt: skip
 def test_other_contexts_have_no_frame(options):
     def check(group, rank):
         cu = torch.tensor(PACKINGS["documents cross"])

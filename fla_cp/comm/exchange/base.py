@@ -155,7 +155,10 @@ def entering_table(rank: int, rows: int) -> Steps:
 
     The maps are in rank order, `slots_per_rank` rows for each rank. Each chain follows one state
     from slot to slot, up to the last of this rank's slots that it enters. Chains of one step store
-    zero in the ranges that no state enters. With fixed links, every packing has equally many steps.
+    zero in the ranges that no state enters. The table has the same size for all links with equally
+    many slots, so that recorded programs fit all of them: `rows` chains, some of which may have no
+    steps, and behind the last chain's steps some that belong to none. With fixed links, a rank's
+    only chain has equally many steps in every packing.
 
     Example: ranks 0, 1, 1, 0 own the slots of one sequence (zigzag). Their maps are in the rows 0,
     2, 3, 1, and the first slot of each rank is its range 0. Rank 0 has two chains:
@@ -165,17 +168,21 @@ def entering_table(rank: int, rows: int) -> Steps:
              2          2      -1     through the second slot
              3          3       1     through the third slot, into the fourth, which is range 1
             -1         -1       0     nothing enters range 0
+
+    Two more steps of -1 follow, for 4 slots and 2 ranges.
     """
 
     def steps(links: Links) -> FoldTable:
         chains = _chains_into(rank, links)
         stored = {step.store for chain in chains for step in chain}
         chains += [[FoldStep(store=row)] for row in range(rows) if row not in stored]
+        chains += [[]] * (rows - len(chains))
         if links.fixed:  # each rank has one slot, so there is one chain
             (chain,) = chains
             slots_before = links.owner.index(rank)
             chains = [[FoldStep()] * (max(1, slots_before) - len(chain)) + chain]
-        return FoldTable.of([(-1, -1, chain) for chain in chains])
+        # At most one step for each slot that feeds another, and one for each row of zeros.
+        return FoldTable.of([(-1, -1, chain) for chain in chains], links.count - 1 + rows)
 
     return steps
 
