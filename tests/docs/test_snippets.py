@@ -19,6 +19,7 @@ from tests.support.snippets import (
     as_clone,
     blocks,
     commands,
+    inline_commands,
     run,
     run_dry,
     shortened,
@@ -142,8 +143,38 @@ def model_folder(tmp_path_factory):
 def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in commands(block.code):
-        there = [re.sub(r"\bhf:DIR\b", f"hf:{model_folder}", word) for word in words]
-        run_dry(there, tmp_path)
+        run_dry_with(model_folder, words, tmp_path)
+
+
+def run_dry_with(model_folder, words, folder):
+    run_dry([re.sub(r"\bhf:DIR\b", f"hf:{model_folder}", word) for word in words], folder)
+
+
+FRAGMENTS = {
+    "accelerate launch",
+    "fla-cp-train --init-from",
+    "python -m benchmarks.tune --stage NAME",
+    "python -m fla_cp.train.torchrun",
+    "python launch/evaluate.py",
+    "python launch/generate.py",
+    "sbatch launch/slurm.sh",
+    "torchrun --nnodes N",
+}
+"""Parts of commands in sentences, which lack arguments that a program needs."""
+INLINE = {str(p.relative_to(ROOT)): inline_commands(p) for p in PAGES if p.name != "log.md"}
+"""Page -> commands in its sentences. log.md quotes commands as they were at its dates."""
+
+
+@pytest.mark.parametrize("page", [page for page, found in INLINE.items() if found])
+def test_commands_in_sentences_are_right(page, model_folder, tmp_path):
+    """They are run dry: what a sentence is about is in a block, or is measured on GPUs."""
+    for command in dict.fromkeys(INLINE[page]):
+        if command not in FRAGMENTS:
+            run_dry_with(model_folder, shlex.split(command), tmp_path)
+
+
+def test_fragments_are_in_the_pages():
+    assert {command for found in INLINE.values() for command in found} >= FRAGMENTS
 
 
 @pytest.mark.parametrize(
@@ -168,6 +199,7 @@ def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
         ("fla-cp-tokenize text:a --tokenizer c --out b --no-such-flag", "--no-such-flag"),
         ("python -m benchmarks.train --modells 340M", "--modells"),
         ("python -m benchmarks.trains", "benchmarks.trains"),
+        ("python -m tests.gpu --parts attention", "--parts"),
         ("make tests", "tests"),
         ("pip install 'fla_cp[trian]'", "trian"),
         ("curl web", "nothing is known about curl"),

@@ -36,6 +36,8 @@ TRAINERS = {
     *(f"examples/{n}.py" for n in ("kda_mla_from_scratch", "transformers_hybrid")),
     "examples/accelerate_hybrid.py",
 }
+PROGRAMS = ("make", "pip", "python", "torchrun", "accelerate", "sbatch", "kubectl", "fla-cp-[a-z]+")
+COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(PROGRAMS)}) ")
 READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 
 DRY = {
@@ -94,6 +96,14 @@ def commands(code: str) -> list[list[str]]:
     return [words for words in lines if words]
 
 
+def inline_commands(path: Path) -> list[str]:
+    """The commands in the text of a page, between backticks, that have more than a program's
+    name."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    spans = (" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text))
+    return [span for span in spans if COMMAND.match(span)]
+
+
 def shortened(command: list[str], words: list[str]) -> list[str]:
     """The command with the words after `run`. Example: [--max-steps, 2, ;, --needle-count, 1] adds
     the first two to fla-cp-train and the last two to fla-cp-evaluate."""
@@ -148,7 +158,9 @@ def _trainer(words: list[str], started: int) -> None:
 
 
 def _script(words: list[str], started: int) -> None:
-    """A script of the repository, with its arguments."""
+    """A script of the repository, with its arguments; script.py is the reader's own."""
+    if words[0] == "script.py":
+        return
     path = ROOT / words[0]
     assert path.is_file(), words[0]
     if path == ROOT / "launch/train.py":
@@ -175,8 +187,10 @@ def _module(words: list[str]) -> None:
     if words[0] == "fla_cp.train.torchrun":
         _torchrun(words[1:])
         return
-    assert (ROOT / (words[0].replace(".", "/") + ".py")).is_file(), words[0]
-    _read_by(importlib.import_module(words[0]).main, *words)
+    path = ROOT / words[0].replace(".", "/")
+    name = f"{words[0]}.__main__" if path.is_dir() else words[0]
+    assert (ROOT / (name.replace(".", "/") + ".py")).is_file(), words[0]
+    _read_by(importlib.import_module(name).main, *words)
 
 
 def _python(words: list[str]) -> None:
@@ -219,8 +233,7 @@ def _accelerate(words: list[str]) -> None:
 
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
-    if args.training_script != "script.py":  # the reader's own
-        _script([args.training_script, *args.training_script_args], args.num_processes)
+    _script([args.training_script, *args.training_script_args], args.num_processes)
 
 
 HOSTS = """#!/usr/bin/env bash
