@@ -33,12 +33,11 @@ SECTION = re.compile(r"^## (.*)$", re.M)
 
 TRAINERS = {
     *("fla-cp-train", "launch/train.py", "fla-cp-memory", "benchmarks.train"),
-    *(f"examples/{n}.py" for n in ("kda_mla_from_scratch", "transformers_hybrid")),
-    "examples/accelerate_hybrid.py",
+    *(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")),
 }
+READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 PROGRAMS = ("make", "pip", "python", "torchrun", "accelerate", "sbatch", "kubectl", "fla-cp-[a-z]+")
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(PROGRAMS)}) ")
-READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
 
 DRY = {
     "sbatch ": "it needs Slurm: the script runs with stand-ins for scontrol and srun",
