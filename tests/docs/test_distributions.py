@@ -7,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from email import message_from_string
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import fla_cp
+from tests.support.fresh import call, fresh_environment, install
 from tests.support.processes import ROOT
 
 RELEASE = runpy.run_path(str(ROOT / "tools/release.py"))
@@ -88,51 +88,6 @@ def test_the_sdist_makes_the_wheel_of_the_tree(built):
     assert built["from sdist"].name == built["wheel"].name
 
 
-def outside():
-    """An environment in which nothing points at this clone."""
-    hidden = ("PYTHONPATH", "RANK", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL")
-    return {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
-
-
-def call(*command, folder, timeout=900):
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
-        env=outside(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def fresh_environment(folder):
-    """A new environment with the packages of this one, but for fla_cp; the folder of its programs.
-
-    They stand on its path as plain files: what an editable install adds to a path is not followed.
-    """
-    call(sys.executable, "-m", "venv", "--without-pip", folder / "fresh", folder=folder)
-    programs = folder / "fresh/bin"
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path(call(programs / "python", "-c", code, folder=folder).strip())
-    shared = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    visible = folder / "packages"
-    visible.mkdir()
-    for entry in (entry for path in shared for entry in Path(path).iterdir()):
-        if not re.match(r"fla_cp|__editable__", entry.name) and entry.suffix != ".pth":
-            (visible / entry.name).symlink_to(entry)
-    (own / "packages.pth").write_text(f"{visible}\n")
-    return programs
-
-
-def install(programs, what, folder):
-    """Installs a wheel or an sdist. Its dependencies must be there already: no index is asked."""
-    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet"]
-    offline = ["--no-index", "--no-build-isolation", "--no-cache-dir"]
-    call(*pip, *offline, what, folder=folder)
-
-
 LOADED = """
 import importlib.metadata as metadata, json
 found = metadata.distribution("fla_cp")
@@ -149,7 +104,7 @@ def test_it_installs_clean_and_runs_the_example_of_the_readme(kind, built, tmp_p
     programs = fresh_environment(tmp_path)
     with pytest.raises(AssertionError, match="No module named 'fla_cp'"):
         call(programs / "python", "-c", "import fla_cp", folder=tmp_path)
-    install(programs, built[kind], tmp_path)
+    install(programs, [built[kind]], tmp_path)
     file, version, installed, loaded = json.loads(
         call(programs / "python", "-c", LOADED, folder=tmp_path)
     )

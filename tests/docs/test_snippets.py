@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -11,19 +12,60 @@ import torch
 
 from fla_cp import build_cp_context
 from tests.support.processes import ROOT, environment
-from tests.support.snippets import ENTRY, added, blocks, commands, run, run_dry
+from tests.support.snippets import (
+    DRY,
+    ENTRY,
+    PACKAGES,
+    as_clone,
+    blocks,
+    commands,
+    inline_commands,
+    run,
+    run_dry,
+    shortened,
+    why_dry,
+)
 
-BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
-FRONT = [b for name in ("README.md", "CONTRIBUTING.md") for b in blocks(ROOT / name)]
-BASH = [b for b in (*BLOCKS, *FRONT) if b.language == "bash"]
-PYTHON = [b for b in BLOCKS if b.language == "python"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BLOCKS = [b for path in PAGES for b in blocks(path)]
+BASH = [b for b in BLOCKS if b.language == "bash"]
+PYTHON = [b for b in BLOCKS if b.language == "python" and b.page != "README.md"]
+"""README's program is run in tests/docs/test_docs.py."""
+
+SHORT = ["--seq-len", "64", "--max-steps", "2", "--eval-every", "0"]
+"""Words for the commands of README, which has no lines to spare for its own."""
+
+FOUR = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+PUBLISHED = {
+    "Kimi-Linear-48B-A3B-Base": (
+        "kimi_linear",
+        {
+            **FOUR,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "intermediate_size": 128,
+            "num_shared_experts": 1,
+            "routed_scaling_factor": 2.446,
+            "vocab_size": 163840,
+        },
+    ),
+    "Qwen3-Next-80B-A3B-Instruct": (
+        "qwen3_next",
+        {**FOUR, "num_key_value_heads": 1, "shared_expert_intermediate_size": 16}
+        | {"vocab_size": 151936},
+    ),
+}
+"""Folders of published models that pages name, and what makes them small here: kind and sizes."""
 
 GPU_ONLY = "cuda_graphs.md"
-"""Its program is for GPUs; it is read only."""
+"""Its program captures a CUDA graph, which needs a GPU; it is read only."""
 
 TOGETHER = {
     "transformers.md": (
-        "torchrun --nproc-per-node 2",
         """
 import tempfile
 import types
@@ -46,7 +88,6 @@ dist.destroy_process_group()
 """,
     ),
     "accelerate.md": (
-        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4",
         """
 import torch
 import transformers
@@ -64,7 +105,8 @@ accelerator.end_training()
 """,
     ),
 }
-"""Pages whose programs go on from each other: a launcher, and what stands before and after them."""
+"""Pages whose programs go on from each other: what stands before and after them. The page says how
+to start them."""
 
 
 def ids(found):
@@ -75,6 +117,14 @@ def test_each_block_says_what_it_is():
     assert {b.language for b in BLOCKS} == {"bash", "python"}
     assert len(BASH) > 15 and len(PYTHON) > 8
     assert TOGETHER.keys() < {b.page for b in PYTHON}
+    fences = sum(len(re.findall(r"^ *(?:```|~~~)", p.read_text(), re.M)) for p in PAGES)
+    assert fences == 2 * len(BLOCKS), "a block is indented, or a line stands before its fence"
+
+
+def test_only_what_must_not_run_is_run_dry():
+    found = [f"{shlex.join(words)} " for block in BASH for words in commands(block.code)]
+    assert [text for text in DRY | PACKAGES if not any(text in line for line in found)] == []
+    assert sum(why_dry(shlex.split(line)) is None for line in found) > 40
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +143,38 @@ def model_folder(tmp_path_factory):
 def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in commands(block.code):
-        there = [re.sub(r"\bhf:DIR\b", f"hf:{model_folder}", word) for word in words]
-        run_dry(there, tmp_path)
+        run_dry_with(model_folder, words, tmp_path)
+
+
+def run_dry_with(model_folder, words, folder):
+    run_dry([re.sub(r"\bhf:DIR\b", f"hf:{model_folder}", word) for word in words], folder)
+
+
+FRAGMENTS = {
+    "accelerate launch",
+    "fla-cp-train --init-from",
+    "python -m benchmarks.tune --stage NAME",
+    "python -m fla_cp.train.torchrun",
+    "python launch/evaluate.py",
+    "python launch/generate.py",
+    "sbatch launch/slurm.sh",
+    "torchrun --nnodes N",
+}
+"""Parts of commands in sentences, which lack arguments that a program needs."""
+INLINE = {str(p.relative_to(ROOT)): inline_commands(p) for p in PAGES if p.name != "log.md"}
+"""Page -> commands in its sentences. log.md quotes commands as they were at its dates."""
+
+
+@pytest.mark.parametrize("page", [page for page, found in INLINE.items() if found])
+def test_commands_in_sentences_are_right(page, model_folder, tmp_path):
+    """They are run dry: what a sentence is about is in a block, or is measured on GPUs."""
+    for command in dict.fromkeys(INLINE[page]):
+        if command not in FRAGMENTS:
+            run_dry_with(model_folder, shlex.split(command), tmp_path)
+
+
+def test_fragments_are_in_the_pages():
+    assert {command for found in INLINE.values() for command in found} >= FRAGMENTS
 
 
 @pytest.mark.parametrize(
@@ -119,6 +199,7 @@ def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
         ("fla-cp-tokenize text:a --tokenizer c --out b --no-such-flag", "--no-such-flag"),
         ("python -m benchmarks.train --modells 340M", "--modells"),
         ("python -m benchmarks.trains", "benchmarks.trains"),
+        ("python -m tests.gpu --parts attention", "--parts"),
         ("make tests", "tests"),
         ("pip install 'fla_cp[trian]'", "trian"),
         ("curl web", "nothing is known about curl"),
@@ -150,33 +231,59 @@ def test_every_program_starts_by_itself(name, tmp_path):
     assert done.stdout.startswith(f"usage: {name} ")
 
 
-RUN = [b for b in BLOCKS if b.language == "python" or b.words is not None]
-ALONE = sorted({b.page for b in RUN} - {GPU_ONLY, *TOGETHER})
+def section(block):
+    heading = re.sub(r"\W+", "-", block.section.lower()).strip("-")
+    return f"{block.page}#{heading}".rstrip("#")
+
+
+def runs(block):
+    """Whether the block is a program that runs by itself, or has a command that runs."""
+    if block.language == "python":
+        return block in PYTHON
+    return any(why_dry(words) is None for words in commands(block.code))
+
+
+RUN = [b for b in BLOCKS if b.page not in (GPU_ONLY, *TOGETHER) and runs(b)]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("page", ALONE)
-def test_what_a_page_says_runs(page, model_folder, tmp_path):
-    """Commands and programs in the order of the page, in one folder."""
+@pytest.mark.parametrize("name", dict.fromkeys(section(b) for b in RUN))
+def test_what_a_section_says_runs(name, model_folder, tmp_path):
+    """Commands and programs in the order of the page, in one folder that looks like a clone."""
+    as_clone(tmp_path)
     (tmp_path / "DIR").symlink_to(model_folder)
-    for name, lines in (("corpus", 50), ("more", 50), ("books", 600)):
-        (tmp_path / name).mkdir()
+    for folder, lines in (("corpus", 50), ("more", 50), ("my_corpus", 50), ("books", 600)):
+        (tmp_path / folder).mkdir()
         for n in range(20):
-            (tmp_path / name / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * lines)
-    for name in ("page.txt", "long.txt"):
-        (tmp_path / name).write_text("The young owl sees no stone.\n" * 30)
-    for block in [b for b in RUN if b.page == page]:
+            (tmp_path / folder / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * lines)
+    for file in ("page.txt", "long.txt"):
+        (tmp_path / file).write_text("The young owl sees no stone.\n" * 30)
+    here = [b for b in RUN if section(b) == name]
+    save_published("".join(b.code for b in here), tmp_path)
+    for block in here:
         if block.language == "python":
             run_program(block, tmp_path)
             continue
+        short = SHORT if block.page == "README.md" else block.words
         for words in commands(block.code):
-            run([*words, *added(words, block.words)], tmp_path)
+            if why_dry(words) is None:
+                run(shortened(words, short), tmp_path)
+
+
+def save_published(code, folder):
+    """Writes the folders that the code names, with random weights of small sizes."""
+    from tests.support.stock_folders import TAKEN, save_stock
+
+    for name, (kind, sizes) in PUBLISHED.items():
+        if name in code:
+            own = TAKEN if kind == "qwen3_next" else {}
+            save_stock(folder / name, kind, **(own | sizes))
 
 
 def run_program(block, folder):
     """Runs a program on as many ranks as it is for, and with one if it says that results agree."""
     (folder / "script.py").write_text(block.code)
-    ranks = int(dict(word.split("=") for word in block.words or ()).get("ranks", 1))
+    ranks = int(dict(word.split("=") for word in block.words).get("ranks", 1))
     if ranks == 1:
         run(["python", "script.py"], folder)
         return
@@ -198,12 +305,16 @@ def tokens_and_norms(shown):
 @pytest.mark.wide
 @pytest.mark.parametrize("page", TOGETHER)
 def test_programs_that_go_on_from_each_other(page, model_folder, tmp_path):
-    launcher, before, after = TOGETHER[page]
+    before, after = TOGETHER[page]
+    text = (ROOT / "docs" / page).read_text()
+    (launcher,) = re.findall(r"((?:torchrun|accelerate launch) [^`\n]*) script\.py", text)
+    start = [*launcher.split(), "script.py"]
+    assert all(commands(block.code) == [start] for block in BASH if block.page == page)
     middle = "".join(b.code for b in PYTHON if b.page == page)
     code = "".join((before, middle, after)).replace('"DIR"', repr(model_folder))
     code = code.replace('"DIR-text"', "tempfile.mkdtemp()")  # each rank writes its own
     (tmp_path / "script.py").write_text(code)
-    run([*launcher.split(), "script.py"], tmp_path)
+    run(start, tmp_path)
 
 
 def test_the_program_for_gpus_calls_what_exists():

@@ -1,10 +1,10 @@
 """Commands and programs in the pages of docs/: where they stand, and how they are tried.
 
-A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
-dry, up to the point where a program has read its arguments. Words after `run` are added to each
-fla-cp-train, launch/train.py and fla-cp-memory, and those after a semicolon to the programs that
-read a trained model. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->`
-says.
+Commands run, except those for which `why_dry` has a reason. These are run dry, up to the point
+where a program has read its arguments. A line `<!-- run WORDS -->` before a block of bash makes its
+commands short enough for a CPU. Its words are added to the programs that train, and those after a
+semicolon to the programs that read a trained model. A block of Python runs on as many ranks as
+`<!-- run ranks=N -->` says.
 """
 
 import argparse
@@ -18,29 +18,59 @@ import sys
 import tomllib
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from tests.support.fresh import call, fresh_environment, install
 from tests.support.manifests import documents
 from tests.support.processes import ROOT, environment
 from tests.support.warm_python import warm_python
 
-FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^(?:<!-- run ([^>]*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+SECTION = re.compile(r"^## (.*)$", re.M)
 
-
-TRAINERS = {"fla-cp-train", "launch/train.py", "fla-cp-memory"}
+TRAINERS = {
+    *("fla-cp-train", "launch/train.py", "fla-cp-memory", "benchmarks.train"),
+    *(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")),
+}
 READERS = {"fla-cp-evaluate", "launch/evaluate.py", "fla-cp-generate", "launch/generate.py"}
+PROGRAMS = ("make", "pip", "python", "torchrun", "accelerate", "sbatch", "kubectl", "fla-cp-[a-z]+")
+COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(PROGRAMS)}) ")
+
+DRY = {
+    "sbatch ": "it needs Slurm: the script runs with stand-ins for scontrol and srun",
+    "--nnodes 2 ": "it needs two hosts; tests/train/test_two_hosts.py makes some",
+    "kubectl ": "it needs a Kubernetes cluster",
+    "--offload": "only GPUs can offload activations",
+    "--peer fla": "it needs a GPU and flash-linear-attention",
+    "make test": "it would run these tests again",
+    "make format": "it rewrites the files of the clone",
+}
+"""What is in a command that is run dry, and why."""
+
+PACKAGES = {"wandb": "no extra has the package wandb; tests/train/test_trackers.py has a stand-in"}
+"""The same for commands that are run where a package is installed."""
+
+
+def why_dry(words: list[str]) -> str | None:
+    """Why a command is not run, or None if it is."""
+    command = f"{shlex.join(words)} "
+    missing = {name: why for name, why in PACKAGES.items() if find_spec(name) is None}
+    return next((why for text, why in (DRY | missing).items() if text in command), None)
 
 
 class Block(NamedTuple):
-    """A fenced block. words: those after `run`, None without the line."""
+    """A fenced block. section: the last heading of the second level above it, or "". words: those
+    after `run`."""
 
     page: str
+    section: str
     line: int
     language: str
     code: str
-    words: list[str] | None
+    words: list[str]
 
     @property
     def name(self) -> str:
@@ -52,10 +82,9 @@ def blocks(path: Path) -> list[Block]:
     found = []
     for match in FENCE.finditer(text):
         words, language, code = match.groups()
+        section = ["", *SECTION.findall(text, 0, match.start())][-1]
         line = text.count("\n", 0, match.start()) + 1
-        found.append(
-            Block(path.name, line, language, code, None if words is None else words.split())
-        )
+        found.append(Block(path.name, section, line, language, code, (words or "").split()))
     return found
 
 
@@ -66,14 +95,25 @@ def commands(code: str) -> list[list[str]]:
     return [words for words in lines if words]
 
 
-def added(command: list[str], words: list[str]) -> list[str]:
-    """What the words after `run` add to a command. Example: [--max-steps, 2, ;, --needle-count, 1]
-    adds the first two to fla-cp-train and the last two to fla-cp-evaluate."""
+def inline_commands(path: Path) -> list[str]:
+    """The commands in the text of a page, between backticks, that have more than a program's
+    name."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    spans = (" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text))
+    return [span for span in spans if COMMAND.match(span)]
+
+
+def shortened(command: list[str], words: list[str]) -> list[str]:
+    """The command with the words after `run`. Example: [--max-steps, 2, ;, --needle-count, 1] adds
+    the first two to fla-cp-train and the last two to fla-cp-evaluate."""
     at = words.index(";") if ";" in words else len(words)
+    if command[:2] == ["make", "train"]:
+        given = [word.removeprefix("ARGS=") for word in command[2:]]
+        return [*command[:2], " ".join(["ARGS=", *given, shlex.join(words[:at])])]
     for programs, mine in ((TRAINERS, words[:at]), (READERS, words[at + 1 :])):
         if programs & {*command}:
-            return mine
-    return []
+            return [*command, *mine]
+    return command
 
 
 class Parsed(Exception):
@@ -117,7 +157,9 @@ def _trainer(words: list[str], started: int) -> None:
 
 
 def _script(words: list[str], started: int) -> None:
-    """A script of the repository, with its arguments."""
+    """A script of the repository, with its arguments; script.py is the reader's own."""
+    if words[0] == "script.py":
+        return
     path = ROOT / words[0]
     assert path.is_file(), words[0]
     if path == ROOT / "launch/train.py":
@@ -144,8 +186,10 @@ def _module(words: list[str]) -> None:
     if words[0] == "fla_cp.train.torchrun":
         _torchrun(words[1:])
         return
-    assert (ROOT / (words[0].replace(".", "/") + ".py")).is_file(), words[0]
-    _read_by(importlib.import_module(words[0]).main, *words)
+    path = ROOT / words[0].replace(".", "/")
+    name = f"{words[0]}.__main__" if path.is_dir() else words[0]
+    assert (ROOT / (name.replace(".", "/") + ".py")).is_file(), words[0]
+    _read_by(importlib.import_module(name).main, *words)
 
 
 def _python(words: list[str]) -> None:
@@ -188,8 +232,7 @@ def _accelerate(words: list[str]) -> None:
 
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
-    if args.training_script != "script.py":  # the reader's own
-        _script([args.training_script, *args.training_script_args], args.num_processes)
+    _script([args.training_script, *args.training_script_args], args.num_processes)
 
 
 HOSTS = """#!/usr/bin/env bash
@@ -308,10 +351,47 @@ ENTRY = {
 """What the package's programs are, so that this clone's run whichever is installed."""
 
 
+CLONE = (
+    *("Makefile", "pyproject.toml", "constraints.txt", "MANIFEST.in", "README.md", "LICENSE"),
+    *("fla_cp", "launch", "examples", "benchmarks"),
+)
+"""What commands find in a clone."""
+
+
+def as_clone(folder: Path) -> None:
+    """Gives a folder what commands find in a clone, and an environment that `make` need not build:
+    its torchrun is that of `run`."""
+    for name in CLONE:
+        (folder / name).symlink_to(ROOT / name)
+    programs = folder / ".venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "torchrun").write_text(f'#!/bin/sh\nexec {shlex.join(_torchrun_words())} "$@"\n')
+    (programs / "torchrun").chmod(0o755)
+    (folder / ".venv/.installed").touch()
+
+
+def _torchrun_words() -> list[str]:
+    return [*warm_python(), "-m", "torch.distributed.run", "--standalone"]
+
+
+def _installed(words: list[str], folder: Path) -> str:
+    """What a program says that `pip install` has put into a new environment. No index is asked: the
+    packages of this environment must be all that is needed."""
+    programs = fresh_environment(folder)
+    install(programs, words[2:], folder)
+    assert {p.name for p in programs.iterdir()} >= ENTRY.keys()
+    return call(programs / "fla-cp-train", "--help", folder=folder)
+
+
 def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
     """Runs a command in a folder, and returns what it prints. Raises AssertionError if it fails."""
-    of_clone = "launch/", "examples/"
-    command = [str(ROOT / word) if word.startswith(of_clone) else word for word in words]
+    if words[:2] == ["pip", "install"]:
+        return _installed(words, folder)
+    variables = {"XDG_CACHE_HOME": str(folder / "cache"), "WANDB_MODE": "offline"}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, variables[name] = words[0].partition("=")
+        words = words[1:]
+    command = [*words]
     if command[0] in ENTRY:
         command[:1] = [*warm_python(), "-c", ENTRY[command[0]]]
     elif command[0] == "python":
@@ -320,11 +400,12 @@ def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
         module = "accelerate.commands.accelerate_cli"
         command[:2] = [*warm_python(), "-m", module, "launch", "--main_process_port", "0"]
     elif command[0] == "torchrun":
-        command[:1] = [*warm_python(), "-m", "torch.distributed.run", "--standalone"]
+        command[:1] = _torchrun_words()
+    own = environment(**variables)
     done = subprocess.run(
         command,
         cwd=folder,
-        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
+        env={name: value for name, value in own.items() if name not in ("MAKEFLAGS", "MAKELEVEL")},
         capture_output=True,
         text=True,
         timeout=timeout,
