@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 import triton
 
-from tests.aot.__main__ import RECORD, check
-from tests.aot.compiling import bundled, disassembled, machine_code, overwritten, undefined
+from tests.aot.__main__ import RECORD, SPILLS, check
+from tests.aot.compiling import (
+    Compiled,
+    bundled,
+    disassembled,
+    machine_code,
+    overwritten,
+    undefined,
+)
 from tests.aot.configurations import configurations
 
 
@@ -42,7 +49,34 @@ def test_every_configuration_is_recorded():
 
 
 def test_a_configuration_that_launches_nothing_is_a_fault():
-    assert check("a name", []) == ["a name: launches no kernel of that name"]
+    assert check("a name", [], {}) == ["a name: launches no kernel of that name"]
+
+
+@pytest.mark.parametrize(
+    "bytes_, allowed, faults",
+    [
+        (0, {}, []),
+        (4, {}, ["x: a_kernel: spills 4 bytes"]),
+        (4, {"a_kernel": 4}, []),
+        (8, {"a_kernel": 4}, ["x: a_kernel: spills 8 bytes"]),
+        (0, {"a_kernel": 4}, ["x: a_kernel: spills 0 bytes"]),
+        (0, {"b_kernel": 4}, ["x: b_kernel: in SPILLS, but not launched"]),
+    ],
+)
+def test_only_stated_spills_are_allowed(bytes_, allowed, faults):
+    """Exactly so many bytes: an exception that is no longer needed is a fault, too."""
+    kernel = Compiled("a_kernel", 255, bytes_, 0, (), (), (), ())
+    assert check("x", [kernel], allowed) == faults
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_recorded_spills_are_those_stated(version):
+    rows = json.loads(RECORD.read_text())[f"triton {version}"]
+    spilled = {
+        name: {k: spills for k, of in kernels.items() for _, spills, _ in of if spills}
+        for name, kernels in rows.items()
+    }
+    assert {n: s for n, s in spilled.items() if s} == SPILLS.get(version, {})
 
 
 def test_descriptors_in_tuples_are_found():
