@@ -1,10 +1,10 @@
 """Compiles the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
 `python -m tests.aot` compiles every kernel and tile configuration. It fails on a compilation error,
-on too much shared memory for a block, on spills, on instructions that read a register which nothing
-wrote, on pipelines that overwrite operands that products still read, on tensor descriptors that
-Triton's launcher cannot pass, and on registers, spills or shared memory that differ from those in
-record.json for this Triton (`--write` records new ones).
+on too much shared memory for a block, on spills other than those of `SPILLS`, on instructions that
+read a register which nothing wrote, on pipelines that overwrite operands that products still read,
+on tensor descriptors that Triton's launcher cannot pass, and on registers, spills or shared memory
+that differ from those in record.json for this Triton (`--write` records new ones).
 
 Inside `launched()`, Triton targets sm_90, and a launch only records what Triton would compile for
 it. So an operator called on CPU tensors runs the package's own launch code; the numbers that it
@@ -34,21 +34,35 @@ SM90_SHARED = 227 * 1024
 
 
 RECORD = Path(__file__).parent / "record.json"
+SPILLS: dict[str, dict[str, dict[str, int]]] = {
+    "3.6.0": {"96x64 bf16 safe": {"safe_bwd_kernel": 4}}
+}
+"""The only spills that are no fault, by Triton's version, configuration and kernel: bytes a thread.
+Any other number is a fault for that kernel, also a smaller one.
+
+The backward for a safe gate uses all 255 registers there. A thread stores one address of shared
+memory and loads it again once, outside of any loop. With Triton 3.7.1 it takes 254 registers and
+spills nothing. Its tile follows from a rule for shapes that were not measured: two or three stages
+instead of one would avoid the spill, but would change the kernels of other shapes, too.
+"""
+
 TOGETHER = 8
 """Kernels that a worker compiles before it disassembles them."""
 
 
-def check(name: str, kernels: list[Compiled]) -> list[str]:
-    """The faults of the kernels of one configuration, which must launch one at least."""
+def check(name: str, kernels: list[Compiled], spills: dict[str, int]) -> list[str]:
+    """The faults of the kernels of one configuration, which must launch one at least. spills: the
+    bytes that kernels must spill; all others must spill none."""
     if not kernels:
         return [f"{name}: launches no kernel of that name"]
-    return [
+    unused = sorted(spills.keys() - {k.kernel for k in kernels})
+    return [f"{name}: {kernel}: in SPILLS, but not launched" for kernel in unused] + [
         f"{name}: {k.kernel}: {problem}"
         for k in kernels
         for problem in (
             f"{k.shared} bytes of shared memory" if k.shared > SM90_SHARED else "",
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
-            f"spills {k.spills} bytes" if k.spills else "",
+            f"spills {k.spills} bytes" if k.spills != spills.get(k.kernel, 0) else "",
             f"copies over what products read: {k.overwritten}" if k.overwritten else "",
             f"tensor descriptors in tuples: {', '.join(k.bundled)}" if k.bundled else "",
             f"waits for all products: {k.serial[0]}" if k.serial and "sm90" in k.kernel else "",
@@ -119,7 +133,8 @@ def main() -> int:
     if not kernels:
         parser.error(f"--only must name a configuration of record.json, got {args.only!r}")
     rows = {name: record(name, of) for name, of in kernels.items()}
-    problems = [problem for name, of in kernels.items() for problem in check(name, of)]
+    spills = SPILLS.get(triton.__version__, {})
+    problems = [p for name, of in kernels.items() for p in check(name, of, spills.get(name, {}))]
     if args.write:
         kept[key], kept[written_for] = dict(sorted(rows.items())), kernel_hashes()
         lines = (

@@ -232,8 +232,8 @@ class Instruction(NamedTuple):
     text: str
     op: str
     operands: str
-    to: int | None
-    read: frozenset[int]
+    to: str | None
+    read: frozenset[str]
 
 
 def instructions(sass: str) -> list[Instruction]:
@@ -244,31 +244,63 @@ def instructions(sass: str) -> list[Instruction]:
             continue
         op, operands = m[3], m[4]
         first, _, rest = operands.partition(",")
-        to = re.fullmatch(r"UR(\d+)", first.strip())
-        read = re.findall(r"\bUR(\d+)\b", rest if to else operands)
-        numbers = frozenset(map(int, read))
-        found.append(Instruction(int(m[1], 16), m[0], op, operands, to and int(to[1]), numbers))
+        to = re.fullmatch(r"UR\d+", first.strip())
+        read = frozenset(re.findall(r"\bUR\d+\b", rest if to else operands))
+        found.append(Instruction(int(m[1], 16), m[0], op, operands, to and to[0], read))
     return found
 
 
-def all_read(x: Instruction) -> set[int]:
-    """The uniform registers that x may read. Operands in several registers name the first one: the
-    place and coordinates of a tile, descriptors of products, addresses, and numbers of 64 bits."""
-    names = [int(n) for n in re.findall(r"\bUR(\d+)\b", x.operands)]
+def several(register: str, count: int, skip: int = 0) -> set[str]:
+    """Registers that follow each other, from the one that is `skip` places behind `register`."""
+    file, first = re.fullmatch(r"(U?R)(\d+)", register).groups()
+    return {f"{file}{int(first) + n}" for n in range(skip, skip + count)}
+
+
+def moved(x: Instruction) -> tuple[str, str] | None:
+    """The registers to which and from which x moves a value and does nothing else, or None. Either
+    may be uniform."""
+    if not re.fullmatch(r"U?MOV|R2UR|IMAD(\.MOV)?\.U32", x.op):
+        return None
+    m = re.fullmatch(r"(U?R\d+), (?:RZ, RZ, )?(U?R\d+)(?:\.reuse)?", x.operands.strip())
+    return m and (m[1], m[2])
+
+
+def all_read(x: Instruction) -> set[str]:
+    """The registers that x may read. Operands in several registers name the first one: the place
+    and coordinates of a tile, descriptors of products, addresses other than those in shared memory,
+    and numbers of 64 bits.
+
+    Only of moves and loads it is known which vector registers they merely write. Any other
+    instruction may read all that it names and the three behind each, products 128 altogether."""
+    if move := moved(x):
+        return {move[1]}
+    _, _, rest = x.operands.partition(",")
+    named = re.findall(r"\bR\d+\b", rest if loaded(x) else x.operands)
+    found = {n for first in named for n in several(first, 128 if "MMA" in x.op else 4)}
+    names = re.findall(r"\bUR\d+\b", x.operands)
     if x.op.startswith("UTMA") and names:
-        return {*range(names[0], names[0] + 5), *(n + i for n in names[1:] for i in range(2))}
+        pairs = {n for first in names[1:] for n in several(first, 2)}
+        return found | several(names[0], 5) | pairs
     wide = 8 if x.op.startswith("HGMMA") else 1
-    if wide == 1 and ("[" in x.operands or re.search(r"\.64|WIDE", x.op)):
+    long = "[" in x.operands and not re.match(r"LDS|STS|SYNCS", x.op)
+    if wide == 1 and (long or re.search(r"\.64|WIDE", x.op)):
         wide = 2
-    return {n + i for n in x.read for i in range(wide)}
+    return found | {n for first in x.read for n in several(first, wide)}
 
 
-def written_by(x: Instruction) -> set[int]:
-    """The uniform registers that x writes."""
-    if x.to is None:
-        return set()
-    wide = 4 if ".128" in x.op else 2 if ".64" in x.op or "WIDE" in x.op else 1
-    return {x.to + n for n in range(wide)}
+def loaded(x: Instruction) -> str | None:
+    """The vector register, or the first of several, that x loads from memory, or None."""
+    m = re.fullmatch(r"LD[CGS]\b.* (R\d+)", f"{x.op} {x.operands.partition(',')[0].strip()}")
+    return m and m[1]
+
+
+def written_by(x: Instruction) -> set[str]:
+    """The uniform registers that x writes, and the vector registers if it moves or loads."""
+    to = x.to or loaded(x)
+    if to is None:
+        move = moved(x)
+        return {move[0]} if move else set()
+    return several(to, 4 if ".128" in x.op else 2 if ".64" in x.op or "WIDE" in x.op else 1)
 
 
 def leaves(x: Instruction) -> bool:
@@ -285,15 +317,16 @@ def target(jump: Instruction) -> int:
     return int(found[1], 16) if found else -1
 
 
-def is_lost(register: int, every: list[Instruction], start: int) -> bool:
-    """Whether what a uniform register holds is overwritten on every way from `start`, the index of
-    an instruction, before anything may read it. Moves to other registers do not count if that is
-    true of what they move as well.
+def is_lost(register: str, every: list[Instruction], start: int) -> bool:
+    """Whether nothing uses what a register holds, on any way from `start`, the index of an
+    instruction, to where it is overwritten or the kernel ends. Moves to other registers do not
+    count if that is true of what they move as well.
 
-    A jump by a table leads to the places behind a jump to which no other jump leads.
+    A jump by a table leads to the places behind a jump to which no earlier jump leads, or to the
+    end. Those places may wait for registers, and then a jump behind them leads back to them.
     """
     places = {x.at: i for i, x in enumerate(every)}
-    targets = {target(x) for x in every if x.op.startswith("BRA")}
+    targets = {target(x) for x in every if x.op.startswith("BRA") and target(x) > x.at}
     listed = [
         i + 1 for i, (x, y) in enumerate(pairwise(every)) if leaves(x) and y.at not in targets
     ]
@@ -304,9 +337,10 @@ def is_lost(register: int, every: list[Instruction], start: int) -> bool:
             seen.add((held, i))
             x = every[i]
             if held in all_read(x):
-                if x.op != "UMOV" or x.to is None:
+                move = moved(x)
+                if move is None:
                     return False
-                ways.append((x.to, i + 1))
+                ways.append((move[0], i + 1))
             if held in written_by(x) and "@" not in x.text:
                 break
             if re.match(r"CALL|JMP|RET", x.op):
@@ -329,20 +363,22 @@ def undefined(sass: str) -> list[str]:
 
     This is how ptxas 12.8 miscompiles wgmma descriptors. Moves whose result is lost do not count:
     ptxas moves pairs of registers of which only one is meant, and forms the other one after that.
+    If it lacks uniform registers, it keeps such pairs in vector registers meanwhile.
     """
-    written: set[int] = set()
+    written: set[str] = set()
     found = []
     every = instructions(sass)
     for i, x in enumerate(every):
         _, _, rest = x.operands.partition(",")
         read = set(x.read)
         if x.op.startswith("HGMMA"):  # the second half of the four holds B; A may be in registers
-            read = {n + half for n in read for half in (2, 3)}
+            read = {n for first in read for n in several(first, 2, skip=2)}
         carried = re.search(r"P\d, R1\b", x.operands) or (
             x.op == "IADD3.X" and re.search(r"\bR1\b", rest)
         )
-        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every, i + 1)
-        if (read - written and not moved) or carried:
+        unset = not read <= written
+        move = moved(x) if unset else None
+        if carried or (unset and not (move and is_lost(move[0], every, i + 1))):
             found.append(x.text)
         written |= written_by(x)
     return found
