@@ -267,6 +267,8 @@ def run_threads(
                 if isinstance(dist.distributed_c10d._world, threaded.ThreadLocalWorld):
                     dist.destroy_process_group()
 
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11: it cannot end a group without
+        threaded.ThreadLocalWorld.comms = []
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     isolate(True)
     threaded._install_threaded_pg()
