@@ -111,15 +111,17 @@ def on_one_core() -> Iterator[None]:
     """Inside, all threads of the process share one core of the host. Autograd then hands a backward
     over to its thread without waking up another core, which takes the host 0.05 to 0.4 ms a call on
     virtual machines, whatever the call does."""
-    usual = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    usual: dict[int, set[int]] = {}
     mine = os.sched_getaffinity(0)
-    for thread in usual:
-        os.sched_setaffinity(thread, {max(mine)})
     try:
+        for thread in _threads():
+            with suppress(ProcessLookupError):  # it has ended
+                usual[thread] = os.sched_getaffinity(thread)
+                os.sched_setaffinity(thread, {max(mine)})
         yield
     finally:
         for thread in _threads():  # those that have started meanwhile have one core, too
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, usual.get(thread, mine))
 
 

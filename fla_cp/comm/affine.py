@@ -55,7 +55,7 @@ class FoldStep(NamedTuple):
 class FoldTable(NamedTuple):
     """C chains of maps. All numbers are host ints that name rows of tensors; -1 means none.
 
-    first [C+1]: the index of each chain's first step, and the number of all steps.
+    first [C+1]: the index of each chain's first step, and the number of the chains' steps.
     start [C]: the row of the state that enters each chain (-1: it is zero).
     entry [C]: the row of the result that receives this state.
     transition, offset, store: the fields of each step's `FoldStep`. Steps behind those of the last

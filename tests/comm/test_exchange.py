@@ -101,10 +101,11 @@ def test_table_of_entering_states_is_the_documented_one():
     links = link_slots((0, 40), (((0, 10), (30, 40)), ((10, 20), (20, 30))))
     first, second = (entering_table(rank, 2)(links) for rank in (0, 1))
     assert first.first == (0, 3, 4)
-    assert (first.transition, first.offset) == ((-1, 2, 3, -1), (0, 2, 3, -1))
-    assert first.store == (-1, -1, 1, 0)
-    assert second.first == (0, 2)
-    assert (second.transition, second.offset, second.store) == ((-1, 2), (0, 2), (0, 1))
+    assert (first.transition, first.offset) == ((-1, 2, 3, -1, -1), (0, 2, 3, -1, -1))
+    assert first.store == (-1, -1, 1, 0, -1)
+    assert second.first == (0, 2, 2)  # the second chain has no steps
+    assert (second.transition, second.offset) == ((-1, 2, -1, -1, -1), (0, 2, -1, -1, -1))
+    assert second.store == (0, 1, -1, -1, -1)
 
 
 def start_before_the_others(group, rank, scheme):

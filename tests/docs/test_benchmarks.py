@@ -167,6 +167,18 @@ def test_all_threads_share_a_core_and_get_theirs_back():
     assert after == [usual] * 3
 
 
+def test_a_thread_that_has_just_ended_is_left_out(monkeypatch):
+    """One may end between the listing of threads and the change of its cores."""
+    usual, listed = os.sched_getaffinity(0), host._threads
+    ended = threading.Thread()
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(host, "_threads", lambda: [ended.native_id, *listed()])
+    with host.on_one_core():
+        assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == usual
+
+
 def test_launches_in_autograd_are_made_in_its_directions():
     made = []
     call = host.in_autograd(

@@ -299,7 +299,7 @@ def test_the_gpu_check_of_frames(small, monkeypatch):
     "wrong", ["nothing", "step_product", "conv_update", "step_mixer", "argmax"]
 )
 def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
-    """They pass, and they fail on a wrong product, convolution or mixer."""
+    """They pass, and they fail on a wrong product, convolution, mixer or likeliest token."""
     parts = {"normed": ("norm",), "SwiGLU": ("norm", "swiglu"), "added": ("onto",)}
     monkeypatch.setattr(decoding, "PRODUCTS", {n: (1, 34, 40, of) for n, of in parts.items()})
     monkeypatch.setattr(decoding, "UPDATES", ((3, 70, 3),))

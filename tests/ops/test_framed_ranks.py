@@ -1,6 +1,7 @@
 """Calls on packings that are filled up to the sizes of others, under contexts of several ranks,
 return the same bits as calls on the packings themselves."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import fla_cp
 from fla_cp import build_cp_context
+from fla_cp.comm.carry import _fold_tables
+from fla_cp.comm.exchange.base import Local, entering_table
 from fla_cp.ops import family
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
@@ -176,12 +179,38 @@ def test_keys_of_frames_tell_crossings_apart():
 
     def keys(offsets):
         framed, links = frames(offsets)
-        exchange = fla_cp.comm.exchange.base.Local()
-        return [PlanKey.of(packing, links, exchange) for packing in framed]
+        return [PlanKey.of(packing, links, Local()) for packing in framed]
 
     assert keys((0, 40, 100, 150, T)) == keys((0, 33, 90, 160, T))
     whole = keys((0, 10, 200, T))
     assert all(a != b for a, b in zip(whole, keys((0, 10, 100, T)), strict=True))
+
+
+def sizes(packing, links, rank):
+    """The sizes that a recorded program has as constants."""
+    names = "carried", "feeding", "middle", "everything"
+    tables = []
+    for reverse in (False, True):
+        tables += _fold_tables(packing, reverse).values()
+        direction = links.mirrored() if reverse else links
+        tables.append(entering_table(rank, packing.ranges)(direction))
+    lists = [getattr(packing, name) for name in names]
+    return [len(column) for table in (lists, *tables) for column in table]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "uneven"])
+def test_packings_with_one_key_have_tables_of_one_size(kind):
+    """Also where states take different ways through the ranges."""
+    draw, known, ways = random.Random(0), {}, {}
+    for _ in range(400):
+        offsets = (0, *sorted(draw.sample(range(1, T), draw.randint(1, 4))), T)
+        framed, links = frames(offsets, kind=kind)
+        for rank, packing in enumerate(framed):
+            key = rank, PlanKey.of(packing, links, Local())
+            found = sizes(packing, links, rank)
+            assert known.setdefault(key, found) == found, (rank, offsets)
+            ways.setdefault(key, set()).add(links)
+    assert kind == "contiguous" or any(len(found) > 1 for found in ways.values())
 
 
 @pytest.mark.parametrize("options", [

@@ -169,7 +169,7 @@ def entering_table(rank: int, rows: int) -> Steps:
              3          3       1     through the third slot, into the fourth, which is range 1
             -1         -1       0     nothing enters range 0
 
-    Two more steps of -1 follow, for 4 slots and 2 ranges.
+    One more step of -1 follows, because tables for 4 slots and 2 ranges have 4 - 1 + 2 steps.
     """
 
     def steps(links: Links) -> FoldTable:
