@@ -175,7 +175,7 @@ def _read(
     chunk: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[list[LayerCache]], list[Tensor]]:
-    """The caches and the next logits of each prompt. chunk: tokens of a call, on all ranks."""
+    """The caches and the next logits of each prompt. chunk: tokens of a call, of all ranks."""
     device = model.embedding.weight.device
     filled, rows = [], []
     before: torch.cuda.Event | None = None
