@@ -5,9 +5,10 @@ in bf16 took 2% less without (one H200).
 Such a kernel allows the next one to start with its first instruction, unless no such kernel follows
 (argmax.py). It may then read what the step has not written yet: weights that it does not cast, and
 what the step before has left, namely windows, states and what these lack. It has to wait until the
-kernel ahead has ended before it reads or writes anything else. Since every such kernel waits, the end of one means that all kernels before
-it have ended. Launches of other libraries wait for everything before them, and what follows waits
-for them; one of them, the lookup of the tokens' embeddings, stands between two steps.
+kernel ahead has ended before it reads or writes anything else. Since every such kernel waits, the
+end of one means that all kernels before it have ended. Launches of other libraries wait for
+everything before them, and what follows waits for them; one of them, the lookup of the tokens'
+embeddings, stands between two steps.
 """
 
 import torch
